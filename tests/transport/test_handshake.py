@@ -8,9 +8,7 @@ import pytest
 from aioengine.core.executor_protocol import ExecutorInfo
 from aioengine.errors import ConfigError, EngineDead, ModelLoadError
 from aioengine.transport.handshake import (
-    TRANSITIONS,
     Failing,
-    HandshakeState,
     Hello,
     Init,
     Loading,
@@ -65,24 +63,39 @@ def make_welcome(**options: Any) -> Welcome:
 # Each state and each event
 
 FAILING = Failing(Fault("ConfigError", "too small"))
-BRING_TO: dict[HandshakeState, list[WireMessage]] = {
-    HandshakeState.NEW: [],
-    HandshakeState.CONNECTED: [hello()],
-    HandshakeState.READY: [hello(), READY],
-    HandshakeState.FAILED: [hello(), FAILING],
+BRING_TO: dict[str, list[WireMessage]] = {
+    "new": [],
+    "connected": [hello()],
+    "ready": [hello(), READY],
+    "failed": [hello(), FAILING],
+}
+TRANSITIONS = {
+    ("new", "Hello"): "connected",
+    ("connected", "Loading"): "loading",
+    ("connected", "Ready"): "ready",
+    ("connected", "Failing"): "failed",
+    ("ready", "Failing"): "failed",
 }
 
 
+def state_of(machine: Welcome) -> str:
+    if machine.failure is not None:
+        return "failed"
+    if machine.ready is not None:
+        return "ready"
+    if machine.loaded != (0, 0):
+        return "loading"
+    return "new" if machine.deadline == 160 else "connected"
+
+
 @pytest.mark.parametrize("sent", [hello(), Loading(1, 2), READY, FAILING], ids=lambda sent: type(sent).__name__)
-@pytest.mark.parametrize("state", HandshakeState)
-def test_an_engine_changes_state_as_the_table_has_it_or_is_refused(state: HandshakeState, sent: WireMessage) -> None:
+@pytest.mark.parametrize("state", BRING_TO)
+def test_an_engine_changes_state_as_the_table_has_it_or_is_refused(state: str, sent: WireMessage) -> None:
     machine = make_welcome()
     peer = peer_at(machine, *BRING_TO[state])
-    assert (machine.state, machine.num_refused) == (state, 0)
+    assert state_of(machine) == state
     peer.send(sent)
-    after = TRANSITIONS[state].get(type(sent))
-    assert machine.state is (after or state)
-    assert machine.num_refused == (after is None)
+    assert state_of(machine) == TRANSITIONS.get((state, type(sent).__name__), state)
 
 
 def test_an_engine_gets_init_loads_and_is_ready() -> None:
@@ -90,9 +103,9 @@ def test_an_engine_gets_init_loads_and_is_ready() -> None:
     peer = Peer(machine)
     assert peer.send(hello()) == INIT
     assert peer.send(Loading(3, 10)) is None
-    assert (machine.loaded, machine.is_done) == ((3, 10), False)
+    assert (machine.loaded, machine.ready) == ((3, 10), None)
     assert peer.send(READY) is None
-    assert (machine.ready, machine.is_done) == (READY, True)
+    assert machine.ready == READY
     machine.on_time(1e9)  # a deadline that was met means nothing
     assert machine.failure is None
 
@@ -107,33 +120,31 @@ def test_an_engine_gets_init_loads_and_is_ready() -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_stranger_is_turned_away_and_counted(who: Hello, reason: str) -> None:
+def test_a_stranger_is_turned_away(who: Hello, reason: str) -> None:
     machine = make_welcome()
     assert Peer(machine).send(who) == TurnedAway(PROTOCOL_VERSION, reason)
-    assert (machine.state, machine.num_refused) == (HandshakeState.NEW, 1)
+    assert state_of(machine) == "new"
 
 
 def test_a_second_engine_is_turned_away_and_the_first_stays() -> None:
     machine = make_welcome()
     first = peer_at(machine, hello())
     assert Peer(machine).send(hello()) == TurnedAway(PROTOCOL_VERSION, "engine 0 is here already")
-    assert machine.num_refused == 1
     first.send(READY)
-    assert machine.is_done
+    assert machine.ready
 
 
-def test_noise_is_counted_and_harms_nobody() -> None:
+def test_noise_harms_nobody() -> None:
     machine = make_welcome()
     peer = Peer(machine)
     for frames in ([], [b""], [b"\xc1"], [b"x" * 100], [Writer().write(READY)], [Writer().write(hello()), b"more"]):
         assert machine.on_message(b"stranger", frames) is None
-    assert machine.num_refused == 6
     peer.send(hello())
     replayed = [Writer().write(Loading(1, 1))]  # number 0, again
     assert machine.on_message(peer.name, replayed) is None
-    assert machine.num_refused == 7
+    assert machine.loaded == (0, 0)
     peer.send(READY)
-    assert machine.is_done
+    assert machine.ready
 
 
 # Deadlines and failures
@@ -174,7 +185,6 @@ def test_the_reason_of_a_failing_engine_stays_when_it_exits(error: Exception, co
     machine = make_welcome()
     peer_at(machine, hello(), Failing(to_fault(error)))
     machine.on_exit("engine 0 exited with code 1")
-    assert machine.state is HandshakeState.FAILED
     assert type(machine.failure) is type(comes_out)
     assert str(machine.failure) == str(comes_out)
 
@@ -186,7 +196,6 @@ def test_an_exit_is_a_failure_in_any_state(sent: list[WireMessage]) -> None:
     machine.on_exit("engine 0 (pid 7) was killed by SIGKILL")
     assert isinstance(machine.failure, EngineDead)
     assert str(machine.failure) == "engine 0 (pid 7) was killed by SIGKILL"
-    assert not machine.is_done
 
 
 # The engine's side

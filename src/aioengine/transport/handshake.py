@@ -7,7 +7,6 @@ that serves at an address has another handshake, `wire.Attach` and `wire.Attache
 
 from __future__ import annotations
 
-import enum
 import hmac
 from collections import deque
 from collections.abc import Callable
@@ -86,26 +85,6 @@ class TurnedAway(WireMessage, frozen=True, tag=2):
 ToEngine = Init | TurnedAway
 
 
-class HandshakeState(enum.Enum):
-    NEW = "new"
-    CONNECTED = "connected"
-    """It has sent HELLO, and was sent INIT."""
-    READY = "ready"
-    FAILED = "failed"
-
-
-TRANSITIONS: dict[HandshakeState, dict[type[WireMessage], HandshakeState]] = {
-    HandshakeState.NEW: {Hello: HandshakeState.CONNECTED},
-    HandshakeState.CONNECTED: {
-        Loading: HandshakeState.CONNECTED,
-        Ready: HandshakeState.READY,
-        Failing: HandshakeState.FAILED,
-    },
-    HandshakeState.READY: {Failing: HandshakeState.FAILED},
-    HandshakeState.FAILED: {},
-}
-
-
 class Welcome:
     """The side that started an engine and waits for it: a pure machine.
 
@@ -116,19 +95,16 @@ class Welcome:
         now, start_timeout_s: the engine is READY by then, and says HELLO within `HELLO_TIMEOUT_S`.
     Attributes:
         loaded: (bytes done, bytes in all).
-        ready: what the engine offers, once it is ready.
+        ready: the engine's offer, once it is ready.
         failure: why the start has failed; None: it has not.
-        num_refused: messages that were malformed, foreign or out of turn.
     """
 
     def __init__(
         self, *, name: str, make_init: Callable[[], Init], token: str, now: float, start_timeout_s: float
     ) -> None:
-        self.state = HandshakeState.NEW
         self.loaded = (0, 0)
         self.ready: Ready | None = None
         self.failure: AioEngineError | None = None
-        self.num_refused = 0
         self._name = name
         self._make_init = make_init
         self._token = token
@@ -140,72 +116,46 @@ class Welcome:
         self._reader: Reader[FromEngine] = Reader(FromEngine)
 
     @property
-    def is_done(self) -> bool:
-        return self.state is HandshakeState.READY
-
-    @property
     def deadline(self) -> float:
         """When to call `on_time` at the latest."""
-        return self._hello_by if self.state is HandshakeState.NEW else self._ready_by
+        return self._hello_by if self._peer is None else self._ready_by
 
     def on_message(self, peer: bytes, frames: list[Any]) -> WireMessage | None:
-        """Take a message; returns the answer to its sender. What does not belong here is refused and counted."""
+        """Take a message; return the answer to its sender. Foreign messages, and those out of turn, change nothing."""
+        is_stranger = peer != self._peer
+        reader: Reader[FromEngine] = Reader(FromEngine) if is_stranger else self._reader
         try:
-            if peer != self._peer:
-                return self._on_stranger(peer, frames)
-            self._take(self._reader.read(frames))
+            body = reader.read(frames)
         except WireError:
-            self.num_refused += 1
+            return None
+        if is_stranger:
+            if not isinstance(body, Hello):
+                return None
+            if body.version != PROTOCOL_VERSION:
+                return TurnedAway(PROTOCOL_VERSION, f"version {PROTOCOL_VERSION} is spoken here, not {body.version}")
+            if not hmac.compare_digest(body.token.encode(), self._token.encode()):
+                return TurnedAway(PROTOCOL_VERSION, "the token is another one")
+            if self._peer is not None or self.failure is not None:
+                return TurnedAway(PROTOCOL_VERSION, f"{self._name} is here already")
+            self._peer, self._reader = peer, reader
+            return self._make_init()
+        if isinstance(body, Failing):
+            self.failure = self.failure or start_error(to_error(body.fault))
+        elif isinstance(body, Loading) and self.ready is None:
+            self.loaded = (body.done, body.total)
+        elif isinstance(body, Ready) and self.failure is None:
+            self.ready = self.ready or body
         return None
 
     def on_exit(self, description: str) -> None:
         """The engine's process has ended."""
-        if self.state is not HandshakeState.FAILED:
-            self._fail(EngineDead(description))
+        self.failure = self.failure or EngineDead(description)
 
     def on_time(self, now: float) -> None:
         """Some time has passed."""
-        if now >= self.deadline and not self.is_done:
-            is_new = self.state is HandshakeState.NEW
-            late = "did not say HELLO" if is_new else f"was not ready within {self._start_timeout_s:g} s"
-            self._fail(EngineDead(f"{self._name} {late}"))
-
-    def _on_stranger(self, peer: bytes, frames: list[Any]) -> WireMessage:
-        reader: Reader[FromEngine] = Reader(FromEngine)
-        body = reader.read(frames)
-        if not isinstance(body, Hello):
-            raise WireError(f"a {type(body).__name__} before a HELLO")
-        if refusal := self._refuse(body):
-            self.num_refused += 1
-            return TurnedAway(PROTOCOL_VERSION, refusal)
-        self._take(body)
-        self._peer, self._reader = peer, reader
-        return self._make_init()
-
-    def _refuse(self, hello: Hello) -> str:
-        """Why an engine is turned away; empty: it is the one that is waited for."""
-        if hello.version != PROTOCOL_VERSION:
-            return f"version {PROTOCOL_VERSION} is spoken here, not {hello.version}"
-        if not hmac.compare_digest(hello.token.encode(), self._token.encode()):
-            return "the token is another one"
-        return "" if self.state is HandshakeState.NEW else f"{self._name} is here already"
-
-    def _take(self, body: FromEngine) -> None:
-        """Take in a message; WireError if it does not belong to this state."""
-        state = TRANSITIONS[self.state].get(type(body))
-        if state is None:
-            raise WireError(f"a {type(body).__name__} from an engine that is {self.state.value}")
-        self.state = state
-        if isinstance(body, Loading):
-            self.loaded = (body.done, body.total)
-        elif isinstance(body, Ready):
-            self.ready = body
-        elif isinstance(body, Failing):
-            self._fail(start_error(to_error(body.fault)))
-
-    def _fail(self, error: AioEngineError) -> None:
-        self.state = HandshakeState.FAILED
-        self.failure = self.failure or error
+        if now >= self.deadline and self.ready is None:
+            late = "did not say HELLO" if self._peer is None else f"was not ready within {self._start_timeout_s:g} s"
+            self.failure = self.failure or EngineDead(f"{self._name} {late}")
 
 
 def start_error(error: Exception) -> ConfigError | ModelLoadError | EngineDead:
@@ -232,7 +182,7 @@ async def welcome(
         ConfigError, ModelLoadError, EngineDead: it cannot start, or did not in time.
     """
     writers: dict[bytes, Writer] = {}
-    while not machine.is_done and machine.failure is None:
+    while machine.ready is None and machine.failure is None:
         # The engine's final message may still be on its way when its end is known.
         limit_s = FINAL_MESSAGE_S if exits else max(machine.deadline - clock(), 0.0)
         messages: list[list[bytes]] = []
