@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from zmq.utils import z85
 
 from aioengine.cli.commands import cli
 from aioengine.errors import ConfigError
@@ -22,7 +23,7 @@ def test_without_a_name_there_is_one_client_no_secret_is_shown_and_no_key_is_eve
     output = run(str(folder))
     server, client = ServerKeys.load(folder), ClientKeys.load(folder)
     assert client.server == server.pair.public
-    assert set(server.clients) == {"client"}
+    assert server.clients == {z85.decode(client.pair.public)}
     assert f"wrote {folder}/server.key_secret (secret)\n" in output
     assert f"wrote {folder}/server.key\n" in output
     assert f"keep {folder}/server.key_secret and {folder}/clients/*.key." in output
@@ -41,8 +42,10 @@ def test_clients_can_be_added_later(tmp_path: Path) -> None:
     before = ServerKeys.load(folder)
     output = run(str(folder), "--client", "carol")
     after = ServerKeys.load(folder)
-    assert set(after.clients) == {"alice", "bob", "carol"}
+    assert after.clients == {
+        z85.decode(ClientKeys.load(folder, name).pair.public) for name in ("alice", "bob", "carol")
+    }
     assert after.pair == before.pair
-    assert before.clients.items() <= after.clients.items()
+    assert before.clients <= after.clients
     assert "server.key_secret (secret)" not in output
     assert "alice" not in output

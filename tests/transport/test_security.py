@@ -43,7 +43,7 @@ def test_each_side_reads_what_was_made(folder: Path) -> None:
     server = ServerKeys.load(folder)
     alice, bob = ClientKeys.load(folder, "alice"), ClientKeys.load(str(folder), "bob")
     assert alice.server == bob.server == server.pair.public
-    assert server.clients == {"alice": z85.decode(alice.pair.public), "bob": z85.decode(bob.pair.public)}
+    assert server.clients == {z85.decode(client.pair.public) for client in (alice, bob)}
     assert zmq.curve_public(server.pair.secret) == server.pair.public
     assert len({server.pair.secret, alice.pair.secret, bob.pair.secret}) == 3
 
@@ -94,7 +94,7 @@ def test_one_more_client_changes_nobody_elses_key(folder: Path) -> None:
     written = make_keys(folder, ["carol", "carol"])
     assert [path.name for path in written] == ["carol.key_secret", "carol.key"]
     assert {path: path.read_bytes() for path in before} == before
-    assert set(ServerKeys.load(folder).clients) == {"alice", "bob", "carol"}
+    assert len(ServerKeys.load(folder).clients) == 3
 
 
 @pytest.mark.parametrize(
@@ -244,13 +244,12 @@ CURVE = (b"CURVE", KEY)
 @pytest.fixture
 def keys() -> ServerKeys:
     """Of a server that admits the key."""
-    return ServerKeys(pair=KeyPair(public=b"", secret=b""), clients={"alice": KEY})
+    return ServerKeys(pair=KeyPair(public=b"", secret=b""), clients=frozenset([KEY]))
 
 
 def status(keys: ServerKeys, frames: list[bytes]) -> str:
     answer = keys.decide(frames)
-    user = b"alice" if answer[2] == b"200" else b""
-    assert answer == [b"1.0", *(frames[1:2] or [b""]), answer[2], answer[3], user, b""]
+    assert answer == [b"1.0", *(frames[1:2] or [b""]), answer[2], answer[3], b"", b""]
     return answer[2].decode()
 
 
@@ -288,7 +287,7 @@ def test_what_is_wrong_or_malformed_is_refused_and_what_is_right_is_good(
 
 @given(st.lists(st.one_of(st.binary(max_size=64), st.sampled_from([b"1.0", b"CURVE", OTHER_KEY])), max_size=10))
 def test_no_frames_admit_anybody_without_a_key(frames: list[bytes]) -> None:
-    assert status(ServerKeys(pair=KeyPair(public=b"", secret=b""), clients={"alice": KEY}), frames) in ("400", "500")
+    assert status(ServerKeys(pair=KeyPair(public=b"", secret=b""), clients=frozenset([KEY])), frames) in ("400", "500")
 
 
 # In front of real sockets

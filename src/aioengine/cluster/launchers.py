@@ -20,6 +20,7 @@ from aioengine.processes.worker_threads import TextWorker
 from aioengine.transport.backends import Connected, InChild, read_config
 from aioengine.transport.link import Link
 from aioengine.transport.security import ClientKeys, client_secret
+from aioengine.transport.wire import Attached
 
 logger = logging.getLogger("aioengine")
 
@@ -125,8 +126,8 @@ class AddressLauncher(Launcher):
                 for address in self._options.addresses:
                     link = Link(worker)
                     try:
-                        attached = await link.open(
-                            address, self._keys, name="a front end of replicas", timeout_s=CONNECT_TIMEOUT_S
+                        attached = await link.attach(
+                            address, self._keys, Attached, name="a front end of replicas", timeout_s=CONNECT_TIMEOUT_S
                         )
                         return read_config(attached.config)
                     except EngineDead as error:

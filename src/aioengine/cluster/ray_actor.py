@@ -66,7 +66,7 @@ class ReplicaActor:
             client_key: public, of those that may connect over tcp: this actor's driver, and further front ends that
                 have its pair. None: it serves where its driver is, by ipc.
         """
-        keys = None if client_key is None else ServerKeys.admitting(self._pair, "driver", client_key)
+        keys = None if client_key is None else ServerKeys.admitting(self._pair, client_key)
         try:
             with self._scope:
                 await serve_init(init, keys, self._tell)

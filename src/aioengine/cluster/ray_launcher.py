@@ -36,7 +36,7 @@ from aioengine.transport.client import RemoteCore
 from aioengine.transport.handshake import Failing, Init, Loading, Ready, start_error
 from aioengine.transport.link import Link
 from aioengine.transport.security import ClientKeys, KeyPair, shared_pair
-from aioengine.transport.wire import PROTOCOL_VERSION, Fault, to_error
+from aioengine.transport.wire import PROTOCOL_VERSION, Attached, Fault, to_error
 
 logger = logging.getLogger("aioengine")
 
@@ -194,7 +194,9 @@ class InActor:
             late = "was not ready" if self._has_begun else f"found no room ({self._wanted()} on one node)"
             raise EngineDead(f"{self._name} {late} within {timeout_s:g} s (start_timeout_s)")
         try:
-            attached = await self._link.open(self.address, self.keys, name="its driver", timeout_s=ATTACH_TIMEOUT_S)
+            attached = await self._link.attach(
+                self.address, self.keys, Attached, name="its driver", timeout_s=ATTACH_TIMEOUT_S
+            )
         except EngineDead as error:  # its end, where there is one, is the cause
             raise EngineDead(await self._news_of_end() or str(error)) from error
         self.core = RemoteCore(

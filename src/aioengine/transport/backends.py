@@ -77,8 +77,8 @@ class Connected:
     async def find_model(self) -> ModelFolder:
         if isinstance(self._keys, str):
             self._keys = await self._hooks.worker.run(partial(ClientKeys.load, self._keys, self._client), None)
-        self._attached = attached = await self._link.open(
-            self._address, self._keys, name="a connected front end", timeout_s=self._timeout_s
+        self._attached = attached = await self._link.attach(
+            self._address, self._keys, Attached, name="a connected front end", timeout_s=self._timeout_s
         )
         return await _find_tokenizer(attached, self._model, self._hooks)
 
@@ -232,7 +232,9 @@ class InChild:
         await self._wait_ready(on_progress)
         assert self._served_at is not None
         try:
-            attached = await self._link.open(self._served_at, None, name="its parent", timeout_s=ATTACH_TIMEOUT_S)
+            attached = await self._link.attach(
+                self._served_at, None, Attached, name="its parent", timeout_s=ATTACH_TIMEOUT_S
+            )
         except AioEngineError as error:  # its end, where there is one, is the cause
             exit_news = await self._soon_exit_news()
             if exit_news is None:

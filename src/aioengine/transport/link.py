@@ -52,10 +52,6 @@ class Link:
         self._writer = wire.Writer()
         self.reader: wire.Reader[Any] = wire.Reader(kinds)
 
-    async def open(self, address: str, keys: ClientKeys | None, *, name: str, timeout_s: float) -> wire.Attached:
-        """As `attach`, of an engine."""
-        return await self.attach(address, keys, wire.Attached, name=name, timeout_s=timeout_s)
-
     async def attach(
         self, address: str, keys: ClientKeys | None, answer: type[Answer], *, name: str, timeout_s: float
     ) -> Answer:
@@ -72,7 +68,13 @@ class Link:
         with anyio.move_on_after(timeout_s):
             self._context = make_context()
             try:
-                self._connect(self._context, where, keys)
+                socket = make_dealer(self._context, where, keys)
+                # Never, that is. With -1 ZMQ drops a connection that was cut together with what has come by it and was
+                # not read yet, the final message above all.
+                socket.reconnect_ivl = NEVER_MS
+                self.monitor = Monitor(socket)
+                self.channel = Channel(socket)
+                socket.connect(str(where))
             except zmq.ZMQError as error:
                 raise ConfigError(f"cannot connect to {address}: {error.strerror}") from None
             return await self._attach(where, keys, answer, name)
@@ -105,15 +107,6 @@ class Link:
         if hasattr(self, "channel"):
             self.channel.close(linger_s)
 
-    def _connect(self, context: Context, where: Address, keys: ClientKeys | None) -> None:
-        socket = make_dealer(context, where, keys)
-        # Never, that is. With -1 ZMQ lets go of a connection that was cut together with what has come by it and was not
-        # read yet, the final message above all.
-        socket.reconnect_ivl = NEVER_MS
-        self.monitor = Monitor(socket)
-        self.channel = Channel(socket)
-        socket.connect(str(where))
-
     async def _attach(self, where: Address, keys: ClientKeys | None, answer: type[Answer], name: str) -> Answer:
         self.send(wire.Attach(wire.PROTOCOL_VERSION, name))
         async with anyio.create_task_group() as tasks:
@@ -121,10 +114,8 @@ class Link:
             messages = await self.channel.receive(1)
             tasks.cancel_scope.cancel()
         if not messages:
-            of_keys = (
-                "" if where.scheme == "ipc" else ", or it needs keys" if keys is None else ", or not with these keys"
-            )
-            raise EngineDead(f"no engine serves at {where}{of_keys}")
+            problem = ", or it needs keys" if keys is None else ", or not with these keys"
+            raise EngineDead(f"no engine serves at {where}{'' if where.scheme == 'ipc' else problem}")
         try:
             body = self.reader.read(messages[0])
         except WireError as error:

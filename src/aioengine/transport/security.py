@@ -63,7 +63,10 @@ class KeyPair(msgspec.Struct, frozen=True, kw_only=True):
         path = Path(path)
         public, secret = _read(path)
         _check_mode(path, 0o077, "is secret and can be read by others", "chmod 600")
-        if secret is None or not _is_pair(public, secret):
+        is_pair = False
+        with contextlib.suppress(ValueError, zmq.ZMQError):  # it is no key
+            is_pair = secret is not None and zmq.curve_public(secret) == public
+        if secret is None or not is_pair:
             raise ConfigError(f"{path} is damaged: it has no pair of keys that belong together; make new ones")
         return cls(public=public, secret=secret)
 
@@ -76,16 +79,16 @@ class ServerKeys(msgspec.Struct, frozen=True, kw_only=True):
     """The keys of a server.
 
     Attributes:
-        clients: the public keys of the clients that may connect, by name, each 32 bytes, as ZAP shows them.
+        clients: the public keys of the clients that may connect, each 32 bytes, as ZAP shows them.
     """
 
     pair: KeyPair
-    clients: dict[str, bytes]
+    clients: frozenset[bytes]
 
     @classmethod
-    def admitting(cls, pair: KeyPair, name: str, public: bytes) -> Self:
-        """The keys of a server for one client, whose public key has 40 characters."""
-        return cls(pair=pair, clients={name: z85.decode(public)})
+    def admitting(cls, pair: KeyPair, *public: bytes) -> Self:
+        """The keys of a server for these clients, whose public keys have 40 characters."""
+        return cls(pair=pair, clients=frozenset(map(z85.decode, public)))
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> Self:
@@ -97,13 +100,13 @@ class ServerKeys(msgspec.Struct, frozen=True, kw_only=True):
         root = Path(folder)
         pair = KeyPair.load(root / f"{SERVER}{SECRET}")
         _check_not_writable(root)
-        clients = {path.stem: _read_public(path) for path in sorted((root / CLIENTS).glob(f"*{PUBLIC}"))}
+        clients = [_read_public(path) for path in (root / CLIENTS).glob(f"*{PUBLIC}")]
         if not clients:
             raise ConfigError(
                 f"{root / CLIENTS} has no client's key, so that no client could connect; make one with "
                 f"`aioengine keys {root} --client NAME`, or copy a client's NAME{PUBLIC} there"
             )
-        return cls(pair=pair, clients={name: z85.decode(key) for name, key in clients.items()})
+        return cls.admitting(pair, *clients)
 
     def apply_server(self, socket: zmq.Socket[bytes]) -> None:
         """Make a socket that is not bound yet admit these clients only, by `decide`, and none while that is not asked.
@@ -116,21 +119,15 @@ class ServerKeys(msgspec.Struct, frozen=True, kw_only=True):
         socket.setsockopt(zmq.SocketOption.ZAP_ENFORCE_DOMAIN, 1)
 
     def decide(self, frames: Sequence[bytes]) -> list[bytes]:
-        """Answer a request at `ZAP_ENDPOINT` without its envelope (https://rfc.zeromq.org/spec/27/); each has one.
-
-        The user id of one that is admitted is its client's name.
-        """
-        user = b""
+        """Answer a request at `ZAP_ENDPOINT` without its envelope (https://rfc.zeromq.org/spec/27/); each has one."""
         match frames:
             case [b"1.0", _, _, _, _, b"CURVE", key] if len(key) == _KEY_BYTES:
-                names = [name.encode() for name, known in self.clients.items() if known == key]
-                user = b"".join(names[:1])
-                status, reason = (b"200", b"OK") if names else (b"400", b"credentials refused")
+                status, reason = (b"200", b"OK") if key in self.clients else (b"400", b"credentials refused")
             case [b"1.0", _, _, _, _, mechanism, *_] if mechanism != b"CURVE":
                 status, reason = b"400", b"mechanism refused"
             case _:
                 status, reason = b"500", b"malformed request"
-        return [b"1.0", frames[1] if len(frames) > 1 else b"", status, reason, user, b""]
+        return [b"1.0", frames[1] if len(frames) > 1 else b"", status, reason, b"", b""]
 
     async def admit(self, zap: Channel) -> None:
         """Answer all requests of a context's ROUTER socket at `ZAP_ENDPOINT`."""
@@ -212,11 +209,6 @@ def shared_pair(path: str | os.PathLike[str]) -> KeyPair:
     return KeyPair.load(path)
 
 
-def _certificate(public: str) -> str:
-    """As zmq.auth reads it."""
-    return f'metadata\ncurve\n    public-key = "{public}"\n'
-
-
 def _files(folder: Path, name: str) -> tuple[Path, Path]:
     """The two files of a pair: with the secret, and without it."""
     return folder / f"{name}{SECRET}", folder / f"{name}{PUBLIC}"
@@ -228,11 +220,9 @@ def _make_private(folder: Path, *, parents: bool = True) -> None:
 
 
 def _make_pair(folder: Path, name: str) -> list[Path]:
-    pair = KeyPair.make()
-    public, secret = pair.public.decode(), pair.secret.decode()
-    files = _files(folder, name)
-    certificate = _certificate(public)
-    contents = f'{certificate}    secret-key = "{secret}"\n', certificate
+    pair, files = KeyPair.make(), _files(folder, name)
+    public = f'metadata\ncurve\n    public-key = "{pair.public.decode()}"\n'  # as zmq.auth reads it
+    contents = f'{public}    secret-key = "{pair.secret.decode()}"\n', public
     for path, content, mode in zip(files, contents, (0o600, 0o644), strict=True):
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w") as file:
             file.write(content)
@@ -281,7 +271,11 @@ def _read(path: Path) -> tuple[bytes, bytes | None]:
     try:
         public, secret = zmq.auth.load_certificate(path)
     except (OSError, ValueError, IndexError) as error:  # the last where a line has no "="
-        reason = _missing(path) if not path.exists() else getattr(error, "strerror", None) or "it is damaged"
+        reason = getattr(error, "strerror", None) or "it is damaged"
+        if not path.exists() and path.name == f"{SERVER}{PUBLIC}":
+            reason = "copy it from where the server runs"
+        elif not path.exists():
+            reason = f"make keys with `aioengine keys {path.parent}`, or name the folder that has them"
         raise ConfigError(f"{path} cannot be read: {reason}") from None
     try:
         num_bytes = len(z85.decode(public))
@@ -290,16 +284,3 @@ def _read(path: Path) -> tuple[bytes, bytes | None]:
     if num_bytes != _KEY_BYTES:
         raise ConfigError(f"{path} is damaged: its public key is none; copy it again or make new ones")
     return public, secret
-
-
-def _missing(path: Path) -> str:
-    if path.name == f"{SERVER}{PUBLIC}":
-        return "copy it from where the server runs"
-    return f"make keys with `aioengine keys {path.parent}`, or name the folder that has them"
-
-
-def _is_pair(public: bytes, secret: bytes) -> bool:
-    try:
-        return bool(zmq.curve_public(secret) == public)
-    except (ValueError, zmq.ZMQError):
-        return False
