@@ -33,11 +33,6 @@ MAX_SOCKET_PATH_BYTES = 107
 START_DESCRIPTORS, LINK_DESCRIPTORS = 48, 24
 """File descriptors that the start of a child, and a link or server, may need; some to spare."""
 
-POSSIBLE = (
-    "possible are ipc:///absolute/path in a folder that only you can enter, tcp://127.0.0.1:PORT or tcp://[::1]:PORT, "
-    "and with keys (`aioengine keys`) tcp://HOST:PORT"
-)
-
 _EVERY_INTERFACE = ("*", "0.0.0.0", "::")
 _NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]*[A-Za-z0-9_])?")
 KEYS = "keys"
@@ -87,7 +82,13 @@ def check_bind(address: str, *, has_keys: bool) -> Address:
     found = _parse(address, has_keys=has_keys)
     if found.scheme == "ipc":
         try:
-            _make_way(found.path)
+            folder = os.path.dirname(found.path)
+            for each in reversed([Path(folder), *Path(folder).parents]):
+                with contextlib.suppress(FileExistsError):  # another process has just made it
+                    each.mkdir(0o700)
+            _check_folder_to_bind(folder, os.path.basename(found.path))
+            check_free(found.path, str(found))
+            remove_stale(found.path)
         except OSError as error:
             raise ConfigError(f"cannot serve at {found}: {error.strerror} ({error.filename}); choose another") from None
     return found
@@ -129,11 +130,14 @@ def check_descriptors(num_needed: int) -> None:
 
 def _parse(address: str, *, has_keys: bool) -> Address:
     scheme, _, rest = address.partition("://")
-    if scheme == "ipc":
-        return _parse_ipc(address, rest)
     if scheme == "tcp":
         return _parse_tcp(address, rest, has_keys=has_keys)
-    raise ConfigError(f"{address!r} is no address here: {POSSIBLE}")
+    if scheme == "ipc":
+        return _parse_ipc(address, rest)
+    raise ConfigError(
+        f"{address!r} is no address here: possible are ipc:///absolute/path in a folder that only you can enter, "
+        "tcp://127.0.0.1:PORT or tcp://[::1]:PORT, and with keys (`aioengine keys`) tcp://HOST:PORT"
+    )
 
 
 def _parse_ipc(address: str, path: str) -> Address:
@@ -170,30 +174,15 @@ def _parse_tcp(address: str, rest: str, *, has_keys: bool) -> Address:
         raise ConfigError(f"{address!r}: {host!r} is no IPv6 address")
     if ip is None and host != "*" and not _NAME.fullmatch(host):
         raise ConfigError(f"{address!r}: {host!r} is neither an IP address nor a name")
-    if not has_keys and (ip is None or not _is_loopback(ip)):
+    # ZMQ itself names 127.0.0.1 by its IPv6 form on a socket that takes both kinds.
+    mapped = ip.ipv4_mapped if isinstance(ip, ipaddress.IPv6Address) else None
+    if not has_keys and (ip is None or not (mapped or ip).is_loopback):
         raise ConfigError(
             f"{address!r} can be reached from other machines, and needs keys: make them with `aioengine keys FOLDER`, "
             "and give FOLDER as --keys (where engines join: as --join-keys); without keys use ipc:// or "
             "tcp://127.0.0.1:PORT"
         )
     return Address(scheme="tcp", host=str(ip or host), port=0 if port == "*" else int(port), is_ipv6=is_bracketed)
-
-
-def _is_loopback(ip: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
-    # ZMQ itself names 127.0.0.1 so, on a socket that takes both kinds.
-    mapped = ip.ipv4_mapped if isinstance(ip, ipaddress.IPv6Address) else None
-    return (mapped or ip).is_loopback
-
-
-def _make_way(path: str) -> None:
-    """Make the folder where it is missing, and remove what a server that was killed has left in it."""
-    folder, name = os.path.split(path)
-    for each in reversed([Path(folder), *Path(folder).parents]):
-        with contextlib.suppress(FileExistsError):  # what another process has made meanwhile is checked like any
-            each.mkdir(0o700)
-    _check_folder_to_bind(folder, name)
-    check_free(path, f"ipc://{path}")
-    remove_stale(path)
 
 
 def _check_folder_to_bind(folder: str, name: str) -> None:
@@ -335,19 +324,16 @@ def _sweep(parent: str) -> None:
     with contextlib.suppress(OSError):  # what lies there may not be listed, or no descriptor is left
         for name in os.listdir(parent):
             if name.startswith(_FOLDER_PREFIX):
+                folder = f"{parent}/{name}"
                 with contextlib.suppress(OSError):  # gone meanwhile, another user's, or in use
-                    _remove_unlocked(f"{parent}/{name}")
-
-
-def _remove_unlocked(folder: str) -> None:
-    if os.lstat(folder).st_uid != os.geteuid():  # root, too, leaves what others may exchange for a link
-        return
-    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        _remove_folder(folder)
-    finally:
-        os.close(lock)
+                    if os.lstat(folder).st_uid != os.geteuid():  # root, too, leaves what others may exchange for a link
+                        continue
+                    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+                    try:
+                        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                        _remove_folder(folder)
+                    finally:
+                        os.close(lock)
 
 
 def _remove_folder(folder: str) -> None:

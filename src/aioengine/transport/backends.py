@@ -9,6 +9,7 @@ import secrets
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -80,7 +81,12 @@ class Connected:
         self._attached = attached = await self._link.attach(
             self._address, self._keys, Attached, name="a connected front end", timeout_s=self._timeout_s
         )
-        return await _find_tokenizer(attached, self._model, self._hooks)
+        # The small files of the model, from the path on the engine's machine if that is this one.
+        worker, path = self._hooks.worker, Path(attached.model_path)
+        if self._model is None and await worker.run(path.exists, None):
+            return await worker.run(ModelFolder.read, None, path)
+        config = read_config(attached.config) if self._model is None else EngineConfig(model=self._model)
+        return await find(config, worker, with_weights=False)
 
     async def open(self, on_progress: OnProgress | None = None) -> None:
         self.core = RemoteCore(
@@ -129,15 +135,6 @@ def known_fields(kind: type[msgspec.Struct], fields: dict[str, Any]) -> dict[str
 def read_config(fields: dict[str, Any]) -> EngineConfig:
     """An engine's config. Raises ConfigError: a value is bad."""
     return EngineConfig(**known_fields(EngineConfig, fields))
-
-
-async def _find_tokenizer(attached: Attached, model: str | None, hooks: CoreHooks) -> ModelFolder:
-    """The small files of an engine's model, from where its machine has them if that is this one."""
-    path = Path(attached.model_path)
-    if model is None and await hooks.worker.run(path.exists, None):
-        return await hooks.worker.run(ModelFolder.read, None, path)
-    config = read_config(attached.config) if model is None else EngineConfig(model=model)
-    return await find(config, hooks.worker, with_weights=False)
 
 
 CHILD_MODULE = "aioengine.transport.child"
@@ -202,14 +199,13 @@ class InChild:
     # The start
 
     async def find_model(self) -> ModelFolder:
-        await self._start_process()
-        # The tokenizer's files; the engine's process looks for the weights itself.
-        return await find(self._config, self._worker, with_weights=False)
+        """Bind for the handshake and start the process, which looks for the weights itself; find the tokenizer."""
 
-    async def _start_process(self) -> None:
-        """Bind for the handshake and start the process."""
-        # Noted where it is made, so that a start that is cancelled here removes it.
-        await self._worker.run(self._make_folder, None)
+        def make_folder() -> None:
+            check_descriptors(START_DESCRIPTORS)
+            self._folder = PrivateFolder()  # here, so that a start that is cancelled while it waits removes it
+
+        await self._worker.run(make_folder, None)
         assert self._folder is not None
         self._context = make_context()
         try:
@@ -227,6 +223,7 @@ class InChild:
             terminate_s=self._options.stop_timeout_s,
             on_exit=self._take_exit,
         )
+        return await find(self._config, self._worker, with_weights=False)
 
     async def open(self, on_progress: OnProgress | None = None) -> None:
         await self._wait_ready(on_progress)
@@ -272,9 +269,7 @@ class InChild:
         def on_change() -> None:
             nonlocal loaded
             silence.deadline = anyio.current_time() + silence_s
-            if (
-                on_progress is not None and loaded != machine.loaded
-            ):  # else the message only shows that the process lives
+            if on_progress is not None and loaded != machine.loaded:  # else it shows that the process lives
                 on_progress(*(loaded := machine.loaded))
 
         assert self._handshake is not None, "find_model comes first"
@@ -348,24 +343,18 @@ class InChild:
         if self._child is not None:
             self._child.is_exit_expected = True
         try:
-            try:
-                await self._link.aclose()
-            finally:
-                await self._close_process()
+            async with AsyncExitStack() as parts:  # each is closed, whatever others raise
+                if self._folder is not None:  # else they are removed, and the worker may have ended
+                    parts.push_async_callback(self._worker.run, self._remove_files, None)
+                parts.push_async_callback(end_context, self._context, self._worker)
+                if self._handshake is not None:
+                    parts.callback(self._handshake.close)
+                if self._child is not None:
+                    parts.push_async_callback(self._child.aclose)
+                parts.push_async_callback(self._link.aclose)
         except BaseException:  # such as the deadline of closing, where something else holds the worker
             self.abandon()
             raise
-
-    async def _close_process(self) -> None:
-        try:
-            if self._child is not None:
-                await self._child.aclose()
-        finally:
-            if self._handshake is not None:
-                self._handshake.close()
-            await end_context(self._context, self._worker)
-            if self._folder is not None:  # else they are removed, and the worker may have ended
-                await self._worker.run(self._remove_files, None)
 
     def abandon(self) -> None:
         self._link.abandon()
@@ -376,10 +365,6 @@ class InChild:
         if self._context is not None:
             self._context.destroy(linger=0)
         self._remove_files()
-
-    def _make_folder(self) -> None:
-        check_descriptors(START_DESCRIPTORS)
-        self._folder = PrivateFolder()
 
     def _remove_files(self) -> None:
         if self._folder is not None:

@@ -8,6 +8,7 @@ looks at the socket's state after each send and before each wait.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import operator
 from collections import deque
@@ -27,13 +28,8 @@ RECEIVE_BATCH = 64
 Frames = Sequence[bytes]
 
 # Looked up once: zmq's names are members of enums behind a module's __getattr__.
-_EVENTS, _POLLIN, _POLLOUT, _DONTWAIT, _SNDMORE = (
-    zmq.EVENTS,
-    int(zmq.POLLIN),
-    int(zmq.POLLOUT),
-    zmq.DONTWAIT,
-    zmq.SNDMORE,
-)
+_EVENTS, _POLLIN, _POLLOUT = zmq.EVENTS, int(zmq.POLLIN), int(zmq.POLLOUT)
+_DONTWAIT, _SNDMORE = zmq.DONTWAIT, zmq.SNDMORE
 
 _WATCHED_EVENTS = functools.reduce(
     operator.or_,
@@ -113,7 +109,7 @@ class Channel:
                 self._send(frames)
             except zmq.Again:
                 self._backlog.append(frames)
-        self._look()  # trying, too, takes news off the file descriptor; and there may have come room since
+        self._look()  # trying, too, clears the file descriptor; and there may be room by now
 
     def send_now(self, frames: Frames) -> None:
         """Send a message that is not to wait here.
@@ -149,7 +145,7 @@ class Channel:
                 return []
             self._waiter = self._loop.create_future()
             if self._backlog and not self.socket.closed:
-                self._look()  # receiving, too, takes news: that there is room
+                self._look()  # receiving, too, clears the sign that there is room
             try:
                 await self._waiter
             finally:
@@ -184,22 +180,17 @@ class Channel:
         return [connection, *(frame.bytes for frame in frames)]
 
     def _look(self) -> None:
-        """Act on the socket's state; asking for it takes the news off the file descriptor."""
+        """Act on the socket's state; asking for it clears the file descriptor."""
         while True:
             events = int(self.socket.getsockopt(_EVENTS))
             if events & _POLLIN and self._waiter is not None and not self._waiter.done():
                 self._waiter.set_result(None)
             if not (events & _POLLOUT and self._backlog):
                 return
-            self._flush()  # which is sending: look again
-
-    def _flush(self) -> None:
-        try:
-            while self._backlog:
-                self._send(self._backlog[0])
-                self._backlog.popleft()
-        except zmq.Again:
-            pass
+            with contextlib.suppress(zmq.Again):  # sending changes the state: look again
+                while self._backlog:
+                    self._send(self._backlog[0])
+                    self._backlog.popleft()
 
     # The end
 
@@ -240,14 +231,14 @@ class Monitor:
 
     def _note(self, messages: list[list[bytes]]) -> None:
         for message in messages:
-            news = parse_monitor_message(message)
-            if news["event"] == zmq.Event.HANDSHAKE_SUCCEEDED:
+            event = parse_monitor_message(message)
+            if event["event"] == zmq.Event.HANDSHAKE_SUCCEEDED:
                 self.has_connected = True
             elif not self.has_connected:
                 self.is_refused = True
-            elif news["event"] == zmq.Event.DISCONNECTED:
+            elif event["event"] == zmq.Event.DISCONNECTED:
                 self.is_gone = True
-                self._on_end(int(news["value"]))
+                self._on_end(int(event["value"]))
 
     def close(self) -> None:
         """Idempotent; to be called before the watched socket is closed."""

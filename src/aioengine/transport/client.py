@@ -331,9 +331,13 @@ class RemoteCore:
             logger.warning("refused a message of the engine's: %s", error)
             return
         self.heard_at = self.clock()
-        self._acknowledge(frames)
+        self._num_unacknowledged += 1
+        self._unacknowledged_bytes += sum(map(len, frames))
+        if self._num_unacknowledged >= ACKNOWLEDGE_EVERY or self._unacknowledged_bytes >= ACKNOWLEDGE_BYTES:
+            self._num_unacknowledged = self._unacknowledged_bytes = 0
+            self._link.send(wire.Acknowledge(self._link.reader.due - 1))
         if isinstance(body, wire.StepOutputsMessage):
-            await self._on_outputs(body)
+            await self._take_outputs(body)
         elif isinstance(body, wire.Returned):
             self._calls.on_returned(body)
         elif isinstance(body, wire.Beating):
@@ -344,37 +348,15 @@ class RemoteCore:
         elif isinstance(body, wire.Shutdown):
             self.die(death_of(body.fault))
 
-    def _acknowledge(self, frames: list[bytes]) -> None:
-        self._num_unacknowledged += 1
-        self._unacknowledged_bytes += sum(map(len, frames))
-        if self._num_unacknowledged >= ACKNOWLEDGE_EVERY or self._unacknowledged_bytes >= ACKNOWLEDGE_BYTES:
-            self._num_unacknowledged = self._unacknowledged_bytes = 0
-            self._link.send(wire.Acknowledge(self._link.reader.due - 1))
-
-    # What sequences bring
-
-    async def _on_outputs(self, body: wire.StepOutputsMessage) -> None:
+    async def _take_outputs(self, body: wire.StepOutputsMessage) -> None:
         await self._mirrors.take_outputs(body, self.clock())
         death = self._mirrors.take_ends(body)
-        if (
-            death is not None
-        ):  # its final message follows; a listener that is notified of the end finds the core dead already
+        if death is not None:  # its final message follows; a listener that is notified of the end finds the core dead
             self.die(death)
         if self._endings:
             self._endings.report_some()
-        if body.record is not None:
-            self._on_record(body.record)
-
-    def _note_numbers(self, news: Beat | StepRecord) -> None:
-        self._stats = msgspec.structs.replace(
-            self._stats,
-            running=news.running,
-            waiting=news.waiting - news.blocked,
-            blocked=news.blocked,
-            free_blocks=news.free_blocks if news.free_blocks >= 0 else self._stats.free_blocks,
-        )
-
-    def _on_record(self, record: StepRecord) -> None:
+        if (record := body.record) is None:
+            return
         self._note_numbers(record)
         self._beat = msgspec.structs.replace(
             self._beat, step=record.step + 1, step_age_s=0.0, running=record.running, waiting=record.waiting
@@ -383,6 +365,15 @@ class RemoteCore:
             self.observers.on_step(record, self.clock())
         else:
             self._cluster.on_record(record)
+
+    def _note_numbers(self, latest: Beat | StepRecord) -> None:
+        self._stats = msgspec.structs.replace(
+            self._stats,
+            running=latest.running,
+            waiting=latest.waiting - latest.blocked,
+            blocked=latest.blocked,
+            free_blocks=latest.free_blocks if latest.free_blocks >= 0 else self._stats.free_blocks,
+        )
 
     def _end_all(self, error: Callable[[], AioEngineError]) -> None:
         self.is_stopped = True

@@ -142,7 +142,12 @@ async def serve_init(
             await worker.run(lambda: folders.append(PrivateFolder()), None)
             address = str(folders[0].address(ENGINE_SOCKET))
         server = EngineServer(backend.core, address, model_path=files.path, keys=keys)
-        async with _in_lockstep(init.lockstep, backend.core, enter_group):
+        group: AbstractAsyncContextManager[None] = nullcontext()
+        if init.lockstep is not None:
+            if enter_group is None:
+                raise ConfigError("an engine in lockstep runs as aioengine.cluster.lockstep_child, not as this process")
+            group = enter_group(init.lockstep, backend.core)
+        async with group:
             await server.open()
             starting.close()
             report(Ready(server.address, backend.core.info, TASKS))
@@ -161,16 +166,6 @@ async def serve_init(
                     parts.push_async_callback(server.aclose)
     if backend is not None and backend.core.death is not None:
         raise EngineDead(str(backend.core.death), dump=backend.core.death.dump)
-
-
-def _in_lockstep(
-    place: LockstepPlace | None, core: EngineCore, enter_group: EnterGroup | None
-) -> AbstractAsyncContextManager[None]:
-    if place is None:
-        return nullcontext()
-    if enter_group is None:
-        raise ConfigError("an engine in lockstep runs as aioengine.cluster.lockstep_child, and this process does not")
-    return enter_group(place, core)
 
 
 @contextmanager

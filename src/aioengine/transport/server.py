@@ -235,13 +235,6 @@ class Session(PeerSession):
         except wire.TooLarge as error:  # whatever it made its sequences bring, it is alone with it
             self._server.cut_off(self, f"what its sequences bring is no message: {error}")
 
-    def note_transfer(self, control: AnyControl) -> None:
-        """Remember the weights that it has begun to send."""
-        if isinstance(control, StageWeights):
-            self.transfers.add(control.transfer)
-        elif isinstance(control, CommitWeights | DropWeights):
-            self.transfers.discard(control.transfer)
-
     def beat(self, beat: Beat) -> None:
         """Send a beat, if the front end keeps up."""
         if self.num_unread < BEHIND_MESSAGES:
@@ -472,7 +465,10 @@ class EngineServer(PeerServer[Session]):
 
     async def perform_call(self, session: Session, control: AnyControl) -> Any:
         result = await self.core.call(control)
-        session.note_transfer(control)
+        if isinstance(control, StageWeights):
+            session.transfers.add(control.transfer)
+        elif isinstance(control, CommitWeights | DropWeights):
+            session.transfers.discard(control.transfer)
         return result
 
     # Sessions
@@ -519,7 +515,7 @@ class EngineServer(PeerServer[Session]):
     # Sending
 
     def _mark(self) -> None:
-        """There is news beside a step's: send it at the end of this turn of the loop, or with the step."""
+        """Send what sessions have beside a step's outputs, at the end of this turn of the loop or with the step."""
         if not self._is_marked and not self.core.is_publishing:
             self._is_marked = True
             asyncio.get_running_loop().call_soon(self._flush_marked)

@@ -131,7 +131,7 @@ class Life:
         logger, listener = logging.getLogger("aioengine"), logging.Handler()
         listener.emit = self._on_record  # type: ignore[method-assign]
         logger.addHandler(listener)
-        open_link = Link.open
+        open_link = Link.attach
 
         async def open_later(link: Link, *args: Any, **options: Any) -> Any:
             if self._stage == "ready":
@@ -141,7 +141,7 @@ class Life:
 
         with (
             mock.patch.object(backends, "Child", self._make_child),
-            mock.patch.object(Link, "open", open_later),
+            mock.patch.object(Link, "attach", open_later),
             mock.patch.object(backends, "ATTACH_TIMEOUT_S", min(self._start_timeout_s, 10.0)),
         ):
             yield
