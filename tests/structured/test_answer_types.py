@@ -81,9 +81,6 @@ class Day(msgspec.Struct, tag=True):
 
 class Rest(pydantic.BaseModel):
     price: decimal.Decimal
-    share: Annotated[decimal.Decimal, Field(max_digits=2, decimal_places=2)]
-    rate: Annotated[decimal.Decimal, Field(max_digits=3)]
-    part: Annotated[decimal.Decimal, Field(ge=1, le=20)]
     when: datetime.time
     lasts: datetime.timedelta
     by_number: dict[int, bool]
@@ -225,35 +222,18 @@ def test_what_neither_library_takes_is_refused() -> None:
         assert raised.value.param == "output_type"
 
 
-class Naive(pydantic.BaseModel):
-    at: pydantic.NaiveDatetime
-
-
 class Inner(pydantic.BaseModel):
     net: list[ipaddress.IPv4Network]
-
-
-class OfMember(pydantic.BaseModel):
-    colour: Literal[Colour.RED]
 
 
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        (dict[str, list[complex]], "take two floats"),
         (set[Any], "take a list"),
         (list[frozenset[dict[str, int] | None]], "take a list"),
         (set[Annotated[Kid | int, "a word"]], "take a list"),
         (set[Hour], "take a list"),
-        (Naive, "with its zone"),
-        (dict[datetime.date, bool], "cannot be kept to these keys"),
-        (dict[Literal[1, 2], bool], "cannot be kept to these keys"),
-        (Annotated[dict[float, bool], Field(max_length=3)], "cannot be kept to these keys"),
-        (Annotated[dict[uuid.UUID, bool], Field(max_length=3)], "cannot be kept to these keys"),
         (list[Inner], "the texts of ipv4network cannot be asked for; take str"),
-        (pydantic.Json[int], "take the type that is in it"),
-        (Annotated[datetime.datetime, msgspec.Meta(tz=False)], "with its zone"),
-        (OfMember, r"Literal\[Colour.RED\] is not read from JSON; take the enum"),
         (Any, "says nothing"),
         (object, "says nothing"),
     ],

@@ -38,10 +38,14 @@ class RealWaits(VirtualClockLoop):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.has_waited = threading.Event()
+        really_select = self._io.really_select
 
-    def _wait_for_outside(self, outside: list[str]) -> Any:
-        self.has_waited.set()
-        return super()._wait_for_outside(outside)
+        def select(timeout_s: float) -> Any:
+            if timeout_s == self._outside_patience_s:
+                self.has_waited.set()
+            return really_select(timeout_s)
+
+        self._io.really_select = select
 
     def block_until_it_waits(self) -> str:
         assert self.has_waited.wait(timeout=10)

@@ -350,7 +350,7 @@ class EngineMetrics:
 
     def __init__(self) -> None:
         self.num_requests_running = Gauge("Sequences that are being computed.")
-        self.num_requests_waiting = Gauge("Sequences that wait to be computed, those at the engine's door included.")
+        self.num_requests_waiting = Gauge("Sequences that wait to be computed, those that await admission included.")
         by_reason = "deferred: its reader is behind, another one computes its prefix, or the engine is paused"
         self.num_requests_waiting_for_admission = Gauge(
             "Sequences of those that wait that are still at the caller's side."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import functools
 import importlib.util
 import typing
@@ -32,8 +31,6 @@ _UNREAD_FORMATS = frozenset({"fraction", "multi-host-uri"}) | {
     f"{name}{kind}" for name in ("ipv4", "ipv6", "ipvany") for kind in ("network", "interface")
 }
 """Formats of types whose texts no schema here describes."""
-_WRONG_KEYS = "a dict cannot be kept to these keys; take str, int, a Literal or an Enum of texts, or a list of objects"
-_NAIVE = "a time is asked for with its zone; take a type that admits one, or str with a pattern"
 
 MAX_MESSAGE_CHARS = 500
 
@@ -60,9 +57,9 @@ def describe(kind: Any) -> TypeSchema:
     """The type's JSON schema, as its library makes it, and what reads the answer.
 
     The types that people write for answers are read whenever the schema admits the text, but for numbers beyond a
-    double's and what validators refuse. For rare types (sizes in bytes, base64 as text) the library's schema may admit
-    texts that it does not read; ``read`` then raises. Objects of the schema have no other properties than the
-    type's, where that does not say.
+    double's and what bounds and validators refuse. For rare types (naive times, complex numbers, sizes in bytes, bounds
+    of a Decimal) the library's schema may admit texts that it does not read; ``read`` then raises.
+    Objects of the schema have no other properties than the type's, where that does not say.
 
     Raises:
         TypeError: it is no type, or says nothing, or something in it cannot be asked for exactly.
@@ -263,8 +260,6 @@ def _tighten(info: inspect.Type, node: dict[str, Any], definitions: dict[str, An
     for inner, of_inner in _within(info, node):
         _tighten(inner, of_inner, definitions, seen)
     match info:
-        case inspect.DateTimeType(tz=False) | inspect.TimeType(tz=False):
-            raise TypeError(_NAIVE)
         case inspect.DateTimeType():
             node["format"] = "date-time"
         case inspect.TimeType():
@@ -277,11 +272,7 @@ def _tighten(info: inspect.Type, node: dict[str, Any], definitions: dict[str, An
             node["additionalProperties"] = False
         case inspect.DictType(inspect.LiteralType() | inspect.EnumType() as key):
             names = key.values if isinstance(key, inspect.LiteralType) else [member.value for member in key.cls]
-            if not all(isinstance(name, str) for name in names):
-                raise TypeError(_WRONG_KEYS)
             node["propertyNames"] = {"enum": list(names)}
-        case inspect.DictType(key) if not isinstance(key, inspect.StrType | inspect.AnyType | inspect.Metadata):
-            raise TypeError(_WRONG_KEYS)
 
 
 def _within(info: inspect.Type, node: dict[str, Any]) -> Iterator[tuple[inspect.Type, dict[str, Any]]]:
@@ -303,20 +294,15 @@ def _within(info: inspect.Type, node: dict[str, Any]) -> Iterator[tuple[inspect.
             yield info.value_type, node.get("additionalProperties", {})
         case inspect.UnionType():
             # msgspec writes structs behind what else there is, several of them as one, and null at last.
-            options = [one for option in node["anyOf"] for one in _structs_of(option)]
-            yield from zip(sorted(info.types, key=_place_in_union), options, strict=True)
+            options = [one for each in node["anyOf"] for one in (each["anyOf"] if "discriminator" in each else [each])]
 
+            def place(kind: inspect.Type) -> int:
+                while isinstance(kind, inspect.Metadata):
+                    kind = kind.type
+                is_object = isinstance(kind, inspect.StructType) and not kind.array_like
+                return 2 if isinstance(kind, inspect.NoneType) else int(is_object)
 
-def _structs_of(option: dict[str, Any]) -> list[dict[str, Any]]:
-    return list(option["anyOf"]) if "discriminator" in option else [option]
-
-
-def _place_in_union(info: inspect.Type) -> int:
-    while isinstance(info, inspect.Metadata):
-        info = info.type
-    if isinstance(info, inspect.NoneType):
-        return 2
-    return int(isinstance(info, inspect.StructType) and not info.array_like)
+            yield from zip(sorted(info.types, key=place), options, strict=True)
 
 
 # By pydantic
@@ -331,28 +317,13 @@ def _generators() -> tuple[Any, Any]:
         ignored_warning_kinds: Any = frozenset({"skipped-choice", "non-serializable-default"})
 
     class Exact(Silent):
-        def generate_inner(self, schema: Any) -> Any:
-            match schema:
-                case {"type": "complex"}:
-                    raise TypeError("complex has no JSON that a schema can describe; take two floats")
-                case {"type": "json"}:
-                    raise TypeError("pydantic.Json is JSON within a text; take the type that is in it")
-                case {"tz_constraint": "naive"}:
-                    raise TypeError(_NAIVE)
-            return super().generate_inner(schema)
-
-        def decimal_schema(self, schema: Any) -> Any:
-            return _decimal_schema(schema)
+        def decimal_schema(self, schema: Any) -> Any:  # pydantic's own pattern admits texts that it does not read
+            return {"type": "string", "format": "decimal"}
 
         def url_schema(self, schema: Any) -> Any:
             schemes = schema.get("allowed_schemes")
             pattern = f"^(?:{'|'.join(schemes or ())})://{_URL}$"
             return {"type": "string", "pattern": pattern} if schemes else super().url_schema(schema)
-
-        def literal_schema(self, schema: Any) -> Any:
-            if found := [one for one in schema["expected"] if isinstance(one, enum.Enum)]:
-                raise TypeError(f"Literal[{found[0]}] is not read from JSON; take the enum, or its value in a Literal")
-            return super().literal_schema(schema)
 
         def dict_schema(self, schema: Any) -> Any:
             described = super().dict_schema(schema)
@@ -360,29 +331,8 @@ def _generators() -> tuple[Any, Any]:
             if keys.get("type") == "integer" and "enum" not in keys:
                 described["patternProperties"] = {INTEGER_KEY: described.get("additionalProperties", {})}
                 described["additionalProperties"] = False
-            elif keys.get("type", "string") != "string" or "format" in keys:
-                raise TypeError(_WRONG_KEYS)
             elif "patternProperties" in described:
                 described["additionalProperties"] = False
             return described
 
     return Silent, Exact
-
-
-def _decimal_schema(schema: dict[str, Any]) -> dict[str, Any]:
-    """A Decimal of pydantic's is a text, or a number where it has bounds; pydantic's own pattern admits other texts."""
-    names = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
-    bounds = {keyword: float(schema[name]) for name, keyword in names.items() if schema.get(name) is not None}
-    digits: Any = schema.get("max_digits")
-    places: Any = schema.get("decimal_places")
-    if schema.get("multiple_of") is not None or (bounds and (digits, places) != (None, None)):
-        raise TypeError("a Decimal is kept to bounds, or to a number of digits, and to no multiples; take one of them")
-    if bounds:
-        return {"type": "number", **bounds}
-    if digits is None and places is None:
-        return {"type": "string", "format": "decimal"}
-    places = digits // 2 if places is None else places
-    whole = MAX_DECIMAL_DIGITS if digits is None else digits - places
-    before = f"(?:0|[1-9][0-9]{{0,{whole - 1}}})" if whole > 0 else "0"
-    behind = f"(?:[.][0-9]{{1,{places}}})" if places else ""
-    return {"type": "string", "pattern": f"^-?{before}{behind}{'?' if behind and whole > 0 else ''}$"}

@@ -191,33 +191,27 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
         if timeout == 0:
             self._shuffle_ready_tasks()
             events = self._io.really_select(0)
-            self._count_round(bool(events))
+            self._num_rounds_at_one_time = 0 if events else self._num_rounds_at_one_time + 1
+            if self._num_rounds_at_one_time > self._max_rounds_at_one_time:
+                self._num_rounds_at_one_time = 0
+                if not self._outside():  # polling until a thread is done is slow, not endless
+                    raise Deadlock(f"{self._max_rounds_at_one_time} rounds of the loop, and time has not moved", self)
             return events
         # The work is listed before the look at the selector: if the last of it ends in between, its wake-up is there.
         outside = self._outside()
-        events = self._io.really_select(0)
-        if events:
+        if events := self._io.really_select(0):
             return events
         if outside:
-            return self._wait_for_outside(outside)
-        if self._io_patience_s and len(self._io.get_map()) > self._num_own_fds:
-            events = self._io.really_select(self._io_patience_s)
-            if events:
+            if events := self._io.really_select(self._outside_patience_s):
                 return events
-        self._jump()
-        return []
-
-    def _wait_for_outside(self, outside: list[str]) -> _Events:
-        events = self._io.really_select(self._outside_patience_s)
-        if not events:
+            names = ", ".join(outside)
             raise Deadlock(
-                f"waited {self._outside_patience_s} s of real time for work outside the loop ({', '.join(outside)})",
-                self,
+                f"waited {self._outside_patience_s} s of real time for work outside the loop ({names})", self
             )
-        return events
-
-    def _jump(self) -> None:
-        """Set the clock to the next timer, exactly: adding ``select``'s timeout to the time would round."""
+        has_files = self._io_patience_s and len(self._io.get_map()) > self._num_own_fds
+        if has_files and (events := self._io.really_select(self._io_patience_s)):
+            return events
+        # The clock jumps to the next timer, exactly: adding ``timeout`` to the time would round.
         when = self._scheduled[0].when() if self._scheduled else math.inf
         if when == math.inf:
             raise Deadlock("nothing can wake this loop: no callback or IO is ready, no timer is set", self)
@@ -226,14 +220,7 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
         # ever be due.
         self._clock_resolution = max(1e-9, math.ulp(self._now))
         self._num_rounds_at_one_time = 0
-
-    def _count_round(self, has_io: bool) -> None:
-        self._num_rounds_at_one_time = 0 if has_io else self._num_rounds_at_one_time + 1
-        if self._num_rounds_at_one_time <= self._max_rounds_at_one_time:
-            return
-        self._num_rounds_at_one_time = 0
-        if not self._outside():  # polling until a thread is done is slow, not endless
-            raise Deadlock(f"{self._max_rounds_at_one_time} rounds of the loop, and time has not moved", self)
+        return []
 
     def _outside(self) -> list[str]:
         """Names of the work outside the loop."""
@@ -319,17 +306,15 @@ def _stepped_task(handle: asyncio.Handle) -> asyncio.Task[Any] | None:
 
 def _describe_tasks(loop: VirtualClockLoop) -> str:
     tasks = sorted(asyncio.all_tasks(loop), key=loop._age)
-    lines = [_describe_task(task) for task in tasks[:_MAX_TASKS_SHOWN]]
-    if num_more := len(tasks) - len(lines):
+    lines = []
+    for task in tasks[:_MAX_TASKS_SHOWN]:
+        waits_for = getattr(task, "_fut_waiter", None)
+        state = f"waits for {waits_for!r}" if waits_for is not None else "is ready to run"
+        frames = traceback.StackSummary.extract((frame, frame.f_lineno) for frame in _awaiting_frames(task))
+        lines += [f"task {task.get_name()!r} {state}", *(line.rstrip("\n") for line in frames.format())]
+    if (num_more := len(tasks) - _MAX_TASKS_SHOWN) > 0:
         lines.append(f"and {num_more} more tasks")
     return "\n".join(lines)
-
-
-def _describe_task(task: asyncio.Task[Any]) -> str:
-    waits_for = getattr(task, "_fut_waiter", None)
-    head = f"task {task.get_name()!r} " + (f"waits for {waits_for!r}" if waits_for is not None else "is ready to run")
-    frames = traceback.StackSummary.extract((frame, frame.f_lineno) for frame in _awaiting_frames(task))
-    return "\n".join([head, *(line.rstrip("\n") for line in frames.format())])
 
 
 def _awaiting_frames(task: asyncio.Task[Any]) -> Iterator[FrameType]:

@@ -65,10 +65,6 @@ MEANINGLESS = 0
 """The token of a row whose sampling failed."""
 
 
-NUM_PROMPT_RANKS = 4
-"""The largest rank of a prompt token."""
-
-
 class Row(NamedTuple):
     added: RowAdded
     tokens: list[int]
@@ -200,7 +196,7 @@ class FakeExecutor:
         self.step_time_s = step_time_s
         self._takes_vocabulary = vocab_size is None
         self._answers = Answers(answers) if answers is not None else None
-        self._sampler = sampler or self._sample_hash
+        self._sampler: Sampler = sampler or (lambda ids, row: sample_hash(ids, row, vocab_size=self.info.vocab_size))
         self._rows: dict[int, Row] = {}
         self._grammar_rows = GrammarRows(-(-self.info.vocab_size // 32))
         self._failures: dict[int, Exception] = {}
@@ -348,12 +344,9 @@ class FakeExecutor:
             prompt_logprobs=self._prompt_logprobs(works),
             failures=tuple(RowFailure(i, error) for i, (_, error) in enumerate(results) if error is not None),
             forced={first: token_ids for first, token_ids in forced.items() if token_ids},
-            vectors={i: self._vector(works[i]) for i in pooled},
+            vectors={i: hash_vector(self._read(works[i])) for i in pooled},
             device_time_s=self.step_time_s,
         )
-
-    def _vector(self, work: RowWork) -> Float32:
-        return hash_vector(self._read(work))
 
     def _forced(self, work: RowWork, sampled: list[int]) -> list[int]:
         """The tokens that the row's grammar forces after the row's own token."""
@@ -427,13 +420,10 @@ class FakeExecutor:
             tokens += itertools.islice((one for one in nearest if one in allowed and one not in masked), 1)
         return tokens
 
-    def _sample_hash(self, token_ids: list[int], sampling: RowSampling) -> int:
-        return sample_hash(token_ids, sampling, vocab_size=self.info.vocab_size)
-
     def _prompt_logprobs(self, works: list[RowWork]) -> PromptLogprobs | None:
         """Log-probabilities of the prompt tokens after those that are computed, for rows that ask.
 
-        A token's rank depends on all tokens before it.
+        A token's rank, 1 to 4, depends on all tokens before it.
         """
         rows, width, vocab_size = [], 0, self.info.vocab_size
         for index, work in enumerate(works):
@@ -444,7 +434,7 @@ class FakeExecutor:
                 checksum = zlib.crc32(data[: work.start].tobytes())
                 for position in range(work.start + 1, min(work.end + 1, added.num_prompt_tokens)):
                     checksum = zlib.crc32(data[position - 1 : position].tobytes(), checksum)
-                    rows.append((index, position, work.row.tokens[position], checksum % NUM_PROMPT_RANKS))
+                    rows.append((index, position, work.row.tokens[position], checksum % 4))
         if not rows:
             return None
         indices, positions, token_ids, distances = (int32(column) for column in zip(*rows, strict=True))
