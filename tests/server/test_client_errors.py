@@ -243,17 +243,6 @@ async def test_an_error_names_what_the_client_has_sent_and_nothing_of_python(
         assert error["message"].endswith('; "strict": false passes it over')
 
 
-async def test_an_error_of_a_response_names_the_constraint_that_it_was_sent(http: httpx.AsyncClient) -> None:
-    for fields, param in (
-        ({"guided_regex": "(a"}, "guided_regex"),
-        ({"structured_outputs": {"regex": "("}}, "structured_outputs"),
-    ):
-        answer = await http.post("/v1/responses", json={"input": "Hi", **fields})
-        error = answer.json()["error"]
-        assert (answer.status_code, error["param"]) == (400, param)
-        assert error["message"].startswith(param)
-
-
 async def test_a_full_engine_says_when_to_come_again_and_nothing_of_python() -> None:
     full = EngineOverloaded("full; try again later", retry_after_s=1.0).with_hint(WAIT)
     assert str(full) == "full; try again later; or wait with on_full='wait'"

@@ -77,21 +77,6 @@ async def test_a_message_is_what_the_engine_says(engine: Engine, served: Served)
 
 
 @on_both_adapters
-async def test_a_streams_events_add_up_to_the_message(served: Served) -> None:
-    async with all_ended(), anthropic_client(served.url) as client:
-        whole = await client.messages.create(**ASKED, messages=HELLO)
-        async with client.messages.stream(**ASKED, messages=HELLO) as stream:
-            texts = [text async for text in stream.text_stream]
-            final = await stream.get_final_message()
-    assert "".join(texts) == text_of(whole) == text_of(final)
-    assert final.stop_reason == whole.stop_reason
-    assert final.usage.output_tokens == whole.usage.output_tokens
-    assert final.usage.input_tokens + (final.usage.cache_read_input_tokens or 0) == (
-        whole.usage.input_tokens + (whole.usage.cache_read_input_tokens or 0)
-    )
-
-
-@on_both_adapters
 async def test_why_it_ended_is_told(served: Served) -> None:
     async with all_ended(), anthropic_client(served.url) as client:
         cut = await client.messages.create(**{**ASKED, "max_tokens": 3}, messages=HELLO)
@@ -326,20 +311,6 @@ async def test_thinking_has_the_budget_that_was_given(folder: Path) -> None:
             await served.anthropic.messages.create(**asked, thinking={"type": "enabled", "budget_tokens": 20})
 
 
-async def test_text_behind_a_use_is_a_block_of_its_own(folder: Path) -> None:
-    async with scripted(folder, f"{CALL % 'Paris'} and so on \u2028\u0085 ü") as served:
-        asked: dict[str, Any] = {"messages": HELLO, "tools": [TOOL], "max_tokens": 300, "stream": True}
-        answer = await served.http.post("/v1/messages", json=asked)
-        assert len(answer.text.splitlines()) == answer.text.count("\n")
-        async with served.anthropic.messages.stream(
-            model="demo", messages=HELLO, tools=[TOOL], max_tokens=300
-        ) as stream:
-            final = await stream.get_final_message()
-    use, text = final.content
-    assert (use.type, text.type) == ("tool_use", "text")
-    assert "and so on \u2028\u0085 ü" in text_of(final)
-
-
 async def test_a_use_that_is_cut_ends_the_message_at_its_limit(folder: Path) -> None:
     half = TOKENIZER.encode((CALL % "Paris").partition("ris")[0], add_special_tokens=False)
     async with scripted(folder, CALL % "Paris") as served:
@@ -534,15 +505,3 @@ async def test_overload_is_the_status_at_which_the_client_comes_again(folder: Pa
         await until(lambda: served.engine.stats().running == 0)
         for step in served.executor.unfinished:
             step.complete()
-
-
-async def test_tools_of_a_model_that_has_none_are_left_out() -> None:
-    body = {"messages": HELLO, "max_tokens": 5, "tools": [TOOL]}
-    async with serving_fake("starlette", tool_format="none") as (_, _, _, http):
-        for choice in (None, {"type": "auto", "disable_parallel_tool_use": True}, {"type": "none"}):
-            answer = await http.post("/v1/messages", json={**body, "tool_choice": choice})
-            assert answer.status_code == 200, answer.text
-            counted = await http.post("/v1/messages/count_tokens", json={**body, "tool_choice": choice})
-            assert counted.status_code == 200
-        answer = await http.post("/v1/messages", json={**body, "tool_choice": {"type": "any"}})
-        assert "tool_format" in check_error(answer, 400, "invalid_request_error")

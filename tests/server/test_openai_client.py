@@ -184,28 +184,6 @@ async def test_a_template_is_told_what_is_given(engine: Engine, client: AsyncOpe
         check_same(await client.chat.completions.create(model="demo", **asked, extra_body=extra), expected)
 
 
-async def test_an_answer_may_be_sent_back_as_it_came(engine: Engine, client: AsyncOpenAI) -> None:
-    name: Any = {"role": "user", "content": "Hi, I am Tom."}
-    first = await client.chat.completions.create(model="demo", messages=[name], temperature=0)
-    said = first.choices[0].message
-    question: Any = {"role": "user", "content": [{"type": "text", "text": "What is my name?"}]}
-    history: list[Any] = [name, {"role": "assistant", "content": said.content}, question]
-    expected = await engine.generate(history, temperature=0)
-    for message in (said, said.model_dump(), said.model_dump(exclude_none=True)):
-        again: Any = [name, message, question]
-        check_same(await client.chat.completions.create(model="demo", messages=again, temperature=0), expected)
-
-
-async def test_what_says_nothing_is_taken(engine: Engine, client: AsyncOpenAI) -> None:
-    answer = await client.chat.completions.create(
-        **CHAT, seed=1, max_tokens=20, user="somebody", tools=[], tool_choice="none", store=False,
-        parallel_tool_calls=True, response_format={"type": "text"}, service_tier="auto", modalities=["text"],
-        metadata={}, safety_identifier="a", prompt_cache_key="b", stop=None, logit_bias={}, stream=False,
-        extra_body={"best_of": 1, "use_beam_search": False, "length_penalty": 1.0, "add_special_tokens": False},
-    )  # fmt: skip
-    check_same(answer, await engine.generate(HELLO, seed=1, max_tokens=20))
-
-
 # Prompts
 
 
@@ -287,20 +265,6 @@ async def test_several_prompts_stream_side_by_side_and_usage_comes_last(engine: 
         check_usage(last.usage, expected)
 
 
-@on_both_adapters
-@pytest.mark.parametrize("max_tokens", [0, 6])
-async def test_a_streamed_echo_adds_up_to_the_whole_one(client: AsyncOpenAI, max_tokens: int) -> None:
-    asked: dict[str, Any] = {
-        "model": "demo", "prompt": [FOX, OWL], "seed": 4, "max_tokens": max_tokens, "echo": True, "logprobs": 2,
-    }  # fmt: skip
-    whole = await client.completions.create(**asked)
-    chunks = await read(await client.completions.create(**asked, stream=True))
-    assert texts_of(chunks) == {choice.index: choice.text for choice in whole.choices}
-    for choice in whole.choices:
-        parts = [part for chunk in chunks for part in chunk.choices if part.index == choice.index]
-        assert [token for part in parts if part.logprobs for token in part.logprobs.tokens] == choice.logprobs.tokens
-
-
 async def test_usage_may_be_told_all_along(http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[StreamGroup] = []
     outputs = StreamGroup.outputs
@@ -358,14 +322,6 @@ async def test_a_server_may_add_usage_to_streams_that_do_not_say(engine: Engine)
 
 
 # Beside the answer
-
-
-async def test_the_models_are_listed(engine: Engine, client: AsyncOpenAI) -> None:
-    (model,) = [model async for model in client.models.list()]
-    assert model == await client.models.retrieve("demo")
-    assert (model.id, model.object, model.owned_by) == ("demo", "model", "aioengine")
-    assert abs(model.created - time.time()) < 600
-    assert (model.model_extra or {})["max_model_len"] == engine.info.max_model_len
 
 
 async def test_the_request_has_an_id_in_header_answer_and_error(client: AsyncOpenAI) -> None:

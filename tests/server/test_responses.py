@@ -62,20 +62,6 @@ async def test_a_response_is_what_the_engine_says(engine: Engine, client: AsyncO
 
 
 @on_both_adapters
-async def test_a_streams_events_add_up_to_the_response(client: AsyncOpenAI) -> None:
-    asked: dict[str, Any] = {"model": "demo", "input": HELLO, "temperature": 0, "extra_body": {"seed": 3}}
-    whole = await client.responses.create(**asked)
-    async with client.responses.stream(**asked) as stream:
-        events = [event async for event in stream]
-        final = await stream.get_final_response()
-    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == whole.output_text
-    assert final.output_text == whole.output_text
-    assert final.usage is not None
-    assert whole.usage is not None
-    assert final.usage.total_tokens == whole.usage.total_tokens
-
-
-@on_both_adapters
 async def test_an_answer_that_is_cut_says_so(client: AsyncOpenAI) -> None:
     asked: dict[str, Any] = {"model": "demo", "input": HELLO, "temperature": 0, "max_output_tokens": 3}
     answer = await client.responses.create(**asked)

@@ -64,14 +64,6 @@ async def test_a_chat_becomes_tokens_by_its_template(
     assert answer.json()["tokens"] == await engine.tokenize(HELLO, chat_template_kwargs=kwargs or None)
 
 
-async def test_a_chats_tokens_are_the_prompt_of_its_completion(engine: Engine, http: httpx.AsyncClient) -> None:
-    tokens = (await http.post("/tokenize", json={"messages": HELLO})).json()["tokens"]
-    chat = await http.post("/v1/chat/completions", json={"messages": HELLO, "temperature": 0})
-    completion = await http.post("/v1/completions", json={"prompt": tokens, "temperature": 0, "max_tokens": 40})
-    assert chat.json()["choices"][0]["message"]["content"] == completion.json()["choices"][0]["text"]
-    assert chat.json()["usage"]["prompt_tokens"] == len(tokens)
-
-
 @pytest.mark.parametrize(
     ("path", "body", "param", "code"),
     [
@@ -129,12 +121,6 @@ async def test_a_request_is_aborted_by_its_id(
             last = events_of(answer.content)[-1] if stream else answer.json()
             assert (last["choices"][0]["finish_reason"], last["id"]) == ("abort", f"{prefix}cmpl-a")
             await until(lambda: engine.stats().running == 0)
-
-
-async def test_aborting_what_is_not_there_changes_nothing(http: httpx.AsyncClient) -> None:
-    answer = await http.post("/abort", json={"request_id": "nobody", "request_ids": ["no-one"]})
-    assert answer.status_code == 200
-    assert sorted(answer.json()["request_ids"]) == ["no-one", "nobody"]
 
 
 async def test_version_and_health_of_an_engine_that_is_alive(http: httpx.AsyncClient) -> None:

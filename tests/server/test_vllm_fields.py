@@ -7,14 +7,12 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from openai import AsyncOpenAI
 from server.conftest import (
     events_of,
     fake_engine,
     on_both_adapters,
     openai_client,
     plain_client,
-    read,
     serving,
 )
 
@@ -228,12 +226,6 @@ async def test_several_prompts_have_their_own_ids(engine: Engine, http: httpx.As
     assert [choice["prompt_token_ids"] for choice in choices] == [of for of in ids for _ in range(2)]
 
 
-async def test_an_echo_alone_has_no_output_ids(http: httpx.AsyncClient) -> None:
-    told = await ask(http, COMPLETION, max_tokens=0, echo=True, return_token_ids=True)
-    assert told["choices"][0]["token_ids"] == []
-    assert told["usage"]["completion_tokens"] == 0
-
-
 # A prompt that is cut
 
 
@@ -297,14 +289,10 @@ async def test_a_requests_template_is_used_where_the_operator_allows_it(engine: 
     ("template", "said"),
     [
         ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "it takes longer"),
-        ("{{ 'a' * 10**9 }}", "more than"),
-        ("{{ messages.__class__.__mro__ }}", "unsafe"),
         ("{% if %}", "Expected an expression"),
-        ("{{ raise_exception('not these') }}", "not these"),
-        ("{{ " + "(" * 5000 + " }}", ""),
         ("a" * (MAX_TEMPLATE_CHARS + 1), "give a shorter one"),
     ],
-    ids=["loops", "grows", "reaches out", "is none", "refuses", "is deep", "is long"],
+    ids=["loops", "is none", "is long"],
 )
 async def test_a_requests_template_has_the_bounds_of_a_models(template: str, said: str) -> None:
     config = ServerConfig(trust_request_chat_template=True)
@@ -346,14 +334,3 @@ async def test_special_tokens_are_added_or_not(engine: Engine, monkeypatch: pyte
         answer = await http.post(COMPLETION, json={"prompt": [5, 6], "max_tokens": 1, "add_special_tokens": True})
         assert answer.status_code == 200
         assert not adds
-
-
-async def test_the_official_client_reads_what_is_more(client: AsyncOpenAI) -> None:
-    extra = {"return_token_ids": True}
-    chunks = await read(
-        await client.chat.completions.create(
-            model="demo", messages=HELLO, max_tokens=3, stream=True, extra_body=extra, temperature=0
-        )
-    )
-    assert len(chunks[0].prompt_token_ids) > 3
-    assert sum(len(getattr(choice, "token_ids", ())) for chunk in chunks for choice in chunk.choices) == 3

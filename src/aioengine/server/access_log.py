@@ -64,19 +64,21 @@ def log_request(record: RequestRecord) -> None:
     """Log the complete record of a request. Failures of the server are logged with their traceback."""
     # A dead engine has logged its death already, and a closed one was closed on purpose: neither is an error here.
     # Without an exception, as when /health reports a failure, there is nothing to look into either.
-    is_news = record.is_failure and not isinstance(record.error, EngineDead | EngineClosed | None)
-    level = logging.ERROR if is_news else logging.INFO
+    is_new = record.is_failure and not isinstance(record.error, EngineDead | EngineClosed | None)
+    level = logging.ERROR if is_new else logging.INFO
     if not logger.isEnabledFor(level):
         return
     fields: dict[str, Any] = {name: getattr(record, name) for name in FIELDS}
     for name in ("request_id", "method", "path", "client", "model"):
-        fields[name] = _shown(fields[name])
+        if (value := fields[name]) is not None:  # a client's text, on one line
+            cut = value if len(value) <= MAX_SHOWN_CHARS else f"{value[:MAX_SHOWN_CHARS]}…"
+            fields[name] = _escape(cut, keep="")
     fields["finish_reasons"] = list(record.finish_reasons)
     fields["duration_s"] = round(record.duration_s, 6)
     fields["time_to_first_token_s"] = record.first_token_s
     if record.error_param is not None and not _FIT_PARAM.fullmatch(record.error_param):
         fields["error_param"] = None
-    error = record.error if is_news else None
+    error = record.error if is_new else None
     exc_info = None if error is None else (type(error), error, error.__traceback__)
     logger.log(level, _line(fields), extra=fields, exc_info=exc_info)
 
@@ -85,24 +87,17 @@ def _line(fields: Mapping[str, Any]) -> str:
     path = fields["path"].replace(" ", "%20")  # a path with spaces could pretend to be the words after it
     why = ": ".join(fields[name] for name in ("error_param", "error_code") if fields[name] is not None)
     outcome = f"{fields['outcome']} ({why})" if why else fields["outcome"]
-    said = [
+    parts = [
         f"{fields['client'] or '-'} {fields['method']} {path} {fields['status'] or '-'} {outcome}",
         f"in {fields['duration_s']:.3f} s",
     ]
     if fields["completion_tokens"] is not None:
-        said.append(f"{fields['prompt_tokens'] or 0}+{fields['completion_tokens']} tokens")
+        parts.append(f"{fields['prompt_tokens'] or 0}+{fields['completion_tokens']} tokens")
     if fields["time_to_first_token_s"] is not None:
-        said.append(f"first after {fields['time_to_first_token_s']:.3f} s")
+        parts.append(f"first after {fields['time_to_first_token_s']:.3f} s")
     if fields["finish_reasons"]:
-        said.append("/".join(fields["finish_reasons"]))
-    return f"{', '.join(said)} [{fields['request_id']}]"
-
-
-def _shown(value: str | None) -> str | None:
-    """A client's text on one line, cut to `MAX_SHOWN_CHARS`."""
-    if value is None:
-        return None
-    return _escape(value if len(value) <= MAX_SHOWN_CHARS else f"{value[:MAX_SHOWN_CHARS]}…", keep="")
+        parts.append("/".join(fields["finish_reasons"]))
+    return f"{', '.join(parts)} [{fields['request_id']}]"
 
 
 # Formatters

@@ -118,7 +118,7 @@ class MessageRequest(ChatGeneration, kw_only=True):
                 "thinking", f"of type {shorten(self.thinking.type)} is not known; give enabled or disabled"
             )
         if self.thinking.display not in (None, "summarized"):
-            raise unsupported("thinking", "is always told: leave display out")
+            raise unsupported("thinking", "is always sent: leave display out")
         thinks = self.thinking.type != "disabled"
         return {"enable_thinking": thinks, "thinking": thinks, **(self.chat_template_kwargs or {})}
 
@@ -133,14 +133,11 @@ class MessageRequest(ChatGeneration, kw_only=True):
     def _own_constraint(self) -> dict[str, Constraint | None]:
         config = self.output_config or OutputConfig()
         formats = {"output_config": config.format, "output_format": self.output_format}
-        return {name: _read_format(name, given) for name, given in formats.items()}
-
-
-def _read_format(name: str, given: dict[str, Any] | None) -> Constraint | None:
-    if given is not None and (given.get("type") != "json_schema" or not isinstance(given.get("schema"), dict)):
-        place = "output_config.format" if name == "output_config" else name
-        raise invalid_value(name, f'{place} needs {{"type": "json_schema", "schema": {{...}}}}')
-    return read_response_format(given)
+        for name, given in formats.items():
+            if given is not None and (given.get("type") != "json_schema" or not isinstance(given.get("schema"), dict)):
+                place = "output_config.format" if name == "output_config" else name
+                raise invalid_value(name, f'{place} needs {{"type": "json_schema", "schema": {{...}}}}')
+        return {name: read_response_format(given) for name, given in formats.items()}
 
 
 class Block(msgspec.Struct):
@@ -186,15 +183,6 @@ def read_chat(request: MessageRequest, max_messages: int) -> list[dict[str, Any]
     return chat.messages
 
 
-def continues_answer(messages: list[dict[str, Any]]) -> bool:
-    """Whether the chat ends with the assistant's message, which is to be continued."""
-    if messages[-1]["role"] != "assistant":
-        return False
-    if messages[-1].get("tool_calls"):
-        raise invalid_value("messages", "the last message asks for tools: add a message with their results")
-    return True
-
-
 def _add_blocks(chat: ChatBuilder, place: str, role: str, kind: str, blocks: Iterator[Block]) -> None:
     """Add blocks of one type that follow each other."""
     if kind == "text":
@@ -209,7 +197,14 @@ def _add_blocks(chat: ChatBuilder, place: str, role: str, kind: str, blocks: Ite
         for block in blocks:
             if block.id is None or block.name is None:
                 raise invalid_value("messages", f"{place} has a tool_use block without an id or a name")
-            chat.add_call(block.id, block.name, _arguments_of(place, block.input))
+            data = bytes(block.input) if is_given(block.input) else b"{}"
+            if data[:1] != b"{":
+                raise invalid_value("messages", f"{place} has a tool_use block whose input is no object")
+            try:
+                arguments = data.decode()  # as JSON text, which is decoded where the template runs
+            except UnicodeDecodeError:
+                raise invalid_value("messages", f"{place} has a tool_use block whose input is no UTF-8") from None
+            chat.add_call(block.id, block.name, arguments)
     elif (kind, role) == ("tool_result", "user"):
         for block in blocks:
             if block.tool_use_id is None:
@@ -218,17 +213,6 @@ def _add_blocks(chat: ChatBuilder, place: str, role: str, kind: str, blocks: Ite
             chat.add_result(block.tool_use_id, f"Error: {text}" if block.is_error else text)
     else:
         raise unsupported("messages", f"has a block of type {shorten(kind)} ({place}, of the {role}); give texts")
-
-
-def _arguments_of(place: str, raw: msgspec.Raw) -> str:
-    """A tool's input as JSON text, which is decoded where the template runs."""
-    data = bytes(raw)
-    if is_given(raw) and data[:1] != b"{":
-        raise invalid_value("messages", f"{place} has a tool_use block whose input is no object")
-    try:
-        return data.decode() if is_given(raw) else "{}"
-    except UnicodeDecodeError:
-        raise invalid_value("messages", f"{place} has a tool_use block whose input is no UTF-8") from None
 
 
 # Answers
@@ -244,10 +228,10 @@ def error_response(error: ApiError, request_id: str) -> Response:
 def _error_of(error: ApiError) -> dict[str, Any]:
     status = OVERLOADED if error.code == "overloaded" else error.status
     kind = ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    told: dict[str, Any] = {"type": kind, "message": error.message}
+    fields: dict[str, Any] = {"type": kind, "message": error.message}
     if error.param == "thread":  # clients that read this send the whole conversation instead
-        told["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
-    return {"type": "error", "error": told}
+        fields["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    return {"type": "error", "error": fields}
 
 
 class MessageAnswer(PartsAnswer):
@@ -295,8 +279,8 @@ class MessageAnswer(PartsAnswer):
 
     def closing(self, outputs: Sequence[RequestOutput]) -> bytes:
         ending = _ending(outputs[0].outputs[0])
-        told = _event("message_delta", delta=ending, usage=self._usage(outputs[0]))
-        return self._close() + told + _event("message_stop")
+        ended = _event("message_delta", delta=ending, usage=self._usage(outputs[0]))
+        return self._close() + ended + _event("message_stop")
 
     def failing(self, error: ApiError) -> bytes:
         return b"event: error\ndata: %b\n\n" % line_of(_error_of(error))

@@ -300,8 +300,13 @@ class Api:
                 key = self._keys.check(exchange.headers, is_page=exchange.path in ("/", "/docs"))
                 record.owner = f"{key} {exchange.headers.get((self.config.tenant_header or '').lower(), '')}"
             route = (routes or {}).get("GET" if exchange.method == "HEAD" else exchange.method)
-            if routes is None or (route is None and instead_of(exchange.path)):
-                raise self._nothing_at(exchange.path)
+            path = exchange.path
+            if route is None and (instead := instead_of(path)) is not None:
+                raise ApiError(404, "unsupported_endpoint", f"there is no {path[:100]} here: {instead}")
+            if routes is None:
+                near = next((near for near in (f"/v1{path}", path.removeprefix("/v1")) if near in self._routes), None)
+                hint = f"; did you mean {near}? (base_url)" if near is not None else ""
+                raise ApiError(404, "not_found", f"there is nothing at {path[:100]!r}{hint}")
             if route is None:
                 allowed = ", ".join(routes)
                 raise ApiError(405, "method_not_allowed", f"{record.route} takes {allowed}", headers={"allow": allowed})
@@ -327,13 +332,6 @@ class Api:
         if exchange.path.startswith(MESSAGES):
             return error_response(answer, record.request_id)
         return answer.response()
-
-    def _nothing_at(self, path: str) -> ApiError:
-        if (instead := instead_of(path)) is not None:
-            return ApiError(404, "unsupported_endpoint", f"there is no {path[:100]} here: {instead}")
-        near = next((near for near in (f"/v1{path}", path.removeprefix("/v1")) if near in self._routes), None)
-        hint = f"; did you mean {near}? (base_url)" if near is not None else ""
-        return ApiError(404, "not_found", f"there is nothing at {path[:100]!r}{hint}")
 
     async def _respond(self, exchange: Exchange, record: RequestRecord, response: Response) -> None:
         """Send the response; a large one in pieces, as its client reads them."""

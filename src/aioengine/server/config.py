@@ -15,11 +15,6 @@ from aioengine.errors import ConfigError
 from aioengine.validation import Bytes, check_fields, shorten
 
 MIN_API_KEY_CHARS = 8
-BYTES_A_TOKEN = 32
-"""Bytes of a body: a token id with its comma takes at most 9, a token's text rarely more than 24 when it is escaped."""
-LEAST_BODY_BYTES = 2**20
-
-
 Text = Annotated[str, Meta(min_length=1)]
 Count = Annotated[int, Meta(ge=1)]
 Seconds = Annotated[float, Meta(gt=0.0)]
@@ -28,7 +23,6 @@ Seconds = Annotated[float, Meta(gt=0.0)]
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The settings of the HTTP API; a bad value is a `ConfigError` that names the field."""
 
-    # How long they must be is checked below, where no message shows one.
     api_keys: Annotated[
         tuple[str, ...],
         Meta(description="a key that clients must send; every path but /health and /ping then asks for one"),
@@ -122,7 +116,14 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ) = None
 
     def __post_init__(self) -> None:
-        _check_keys(self.api_keys)
+        # By hand, since the messages of `check_fields` show the value.
+        keys: Any = self.api_keys
+        if not isinstance(keys, tuple | list | set | frozenset) or not all(isinstance(key, str) for key in keys):
+            raise ConfigError("api_keys: give a tuple of texts, also for a single key")
+        if any(len(key) < MIN_API_KEY_CHARS for key in keys):
+            raise ConfigError(f"api_keys: each key needs at least {MIN_API_KEY_CHARS} characters")
+        if any(key != key.strip() or not key.isprintable() for key in keys):
+            raise ConfigError("api_keys: no key may begin or end with a space, or have control characters")
         check_fields(self, lambda _, message: ConfigError(message))
         # As browsers send them, so that they can be compared as they are.
         force_setattr(self, "allowed_origins", tuple(map(_origin, self.allowed_origins)))
@@ -140,7 +141,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         """The largest body, in bytes: what it holds is looked through on the loop, at about a millisecond a MiB."""
         if self.max_body_bytes is not None:
             return self.max_body_bytes
-        return max(LEAST_BODY_BYTES, BYTES_A_TOKEN * max_model_len)
+        # A token id with its comma takes at most 9 bytes, a token's text rarely more than 24 when it is escaped.
+        return max(2**20, 32 * max_model_len)
 
     def concurrency_limit(self, engine: EngineConfig, num_engines: int = 1) -> int:
         """How many requests are served at once.
@@ -172,18 +174,7 @@ class HttpLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         check_fields(self, lambda _, message: ConfigError(message))
 
 
-def _check_keys(keys: Any) -> None:
-    """Raise ConfigError for what are no keys; by hand, since the messages of `check_fields` show the value."""
-    if not isinstance(keys, tuple | list | set | frozenset) or not all(isinstance(key, str) for key in keys):
-        raise ConfigError("api_keys: give a tuple of texts, also for a single key")
-    if any(len(key) < MIN_API_KEY_CHARS for key in keys):
-        raise ConfigError(f"api_keys: each key needs at least {MIN_API_KEY_CHARS} characters")
-    if any(key != key.strip() or not key.isprintable() for key in keys):
-        raise ConfigError("api_keys: no key may begin or end with a space, or have control characters")
-
-
 _ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*)://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::([0-9]{1,5}))?/?")
-_NAME = re.compile(r"[a-z0-9._-]+")
 
 
 def _origin(text: str) -> str:
@@ -209,7 +200,7 @@ def _host(text: str) -> str:
     try:
         return str(ipaddress.ip_address(name.removeprefix("[").removesuffix("]")))
     except ValueError:
-        if _NAME.fullmatch(name):
+        if re.fullmatch(r"[a-z0-9._-]+", name):
             return name
     raise ConfigError(
         f"allowed_hosts: {shorten(text)} is no name of a host; write it without scheme and port, such as app.example"

@@ -300,23 +300,24 @@ def _plain_message(place: int, message: ChatMessage) -> dict[str, Any]:
     if message.content is not msgspec.UNSET:
         plain["content"] = message.content
     if isinstance(message.content, list):
-        plain["content"] = [part if isinstance(part, str) else _plain_part(place, part) for part in message.content]
+        parts: list[str | dict[str, Any]] = []
+        plain["content"] = parts
+        for part in message.content:
+            if isinstance(part, str):
+                parts.append(part)
+                continue
+            name, field = f"messages[{place}].content", TEXT_PARTS.get(part.type)
+            if field is None:
+                raise unsupported(name, f"has a part of type {shorten(part.type)}; give texts")
+            if getattr(part, field) is None:
+                raise invalid_value("messages", f"{name} has a part of type {part.type} without a {field}")
+            parts.append({"type": part.type, **msgspec.to_builtins(part)})
     for name in ChatMessage.TEMPLATE_TEXTS:
         if (value := getattr(message, name)) is not None:
             plain[name] = value
     if is_given(message.tool_calls):
         plain["tool_calls"] = _decode(message.tool_calls, list[dict[str, Any]], f"messages[{place}].tool_calls")
     return plain
-
-
-def _plain_part(place: int, part: TextPart) -> dict[str, Any]:
-    name, field = f"messages[{place}].content", TEXT_PARTS.get(part.type)
-    if field is None:
-        raise unsupported(name, f"has a part of type {shorten(part.type)}; give texts")
-    if getattr(part, field) is None:
-        raise invalid_value("messages", f"{name} has a part of type {part.type} without a {field}")
-    plain: dict[str, Any] = msgspec.to_builtins(part)
-    return {"type": part.type, **plain}
 
 
 def joined_texts(place: str, content: str | list[TextPart]) -> str:

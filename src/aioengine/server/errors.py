@@ -103,8 +103,8 @@ def unavailable(message: str, **headers: str) -> ApiError:
 
 def overloaded(message: str, retry_after_s: float, **headers: str) -> ApiError:
     """503, with the seconds after which to come again."""
-    told = {"retry-after": str(max(1, math.ceil(retry_after_s))), **headers}
-    return ApiError(503, "overloaded", message, headers=told)
+    after = {"retry-after": str(max(1, math.ceil(retry_after_s))), **headers}
+    return ApiError(503, "overloaded", message, headers=after)
 
 
 def invalid_value(name: str, message: str) -> ApiError:

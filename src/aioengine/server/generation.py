@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import anyio
+import msgspec
 
 from aioengine.engine import Engine, Stream
 from aioengine.errors import AioEngineError, InvalidRequest
@@ -31,7 +32,7 @@ from aioengine.server.answers import (
     split_delta,
     usage_of,
 )
-from aioengine.server.anthropic_messages import MessageAnswer, MessageRequest, continues_answer, read_chat
+from aioengine.server.anthropic_messages import MessageAnswer, MessageRequest, read_chat
 from aioengine.server.config import ServerConfig
 from aioengine.server.decoding import read_messages, read_prompts, read_tools, too_many
 from aioengine.server.errors import JSON_HEADERS, api_error_of, invalid_value, unsupported
@@ -52,7 +53,7 @@ from aioengine.validation import check_field, invalid
 
 
 class StreamGroup:
-    """Several streams as one: `enter`, `watch`, then `wait` and `take` until it `is_ended`.
+    """Several streams as one: `enter`, `watch`, then `wait` and `take` while there are choices open.
 
     Args:
         streams: one for each prompt, not entered yet, and of as many choices; a choice's number counts through all.
@@ -65,7 +66,7 @@ class StreamGroup:
         self._entered: list[Stream] = []
         self._ready: list[int] = []
         """Numbers of streams that have something to take; each may occur several times, for its choices and its end."""
-        self._num_open = 0
+        self.num_open = 0
         self._failures: list[AioEngineError] = []
         """A failure that came after deltas, to be raised by the next `take`."""
         self._waiter: asyncio.Future[None] | None = None
@@ -76,20 +77,16 @@ class StreamGroup:
             await stack.enter_async_context(stream)
             self._entered.append(stream)
 
-    @property
-    def is_ended(self) -> bool:
-        """All choices have been taken to their end."""
-        return not self._num_open
-
     def watch(self) -> None:
         """Follow the streams from now on, for `wait` and `take`."""
-        self._num_open = len(self.streams) * self._num_choices
-        for number, stream in enumerate(self.streams):
-            stream.watch(functools.partial(self._mark_ready, number))
+        self.num_open = len(self.streams) * self._num_choices
 
-    def _mark_ready(self, number: int) -> None:
-        self._ready.append(number)
-        self.wake()
+        def mark_ready(number: int) -> None:
+            self._ready.append(number)
+            self.wake()
+
+        for number, stream in enumerate(self.streams):
+            stream.watch(functools.partial(mark_ready, number))
 
     async def wait(self) -> bool:
         """Wait until there is something to `take`; False if `wake` ended the wait without it."""
@@ -123,7 +120,7 @@ class StreamGroup:
                 while (delta := stream.take()) is not None:
                     taken.append((number * self._num_choices + delta.index, delta))
                     if delta.finish_reason is not None:
-                        self._num_open -= 1
+                        self.num_open -= 1
                     if self._num_choices == 1:
                         break
             except AioEngineError as error:
@@ -134,17 +131,9 @@ class StreamGroup:
                 break
         return taken
 
-    async def finish(self) -> list[RequestOutput]:
-        """Wait until all streams have ended; returns one output for each prompt."""
-        return [await stream.finish() for stream in self.streams]
-
     def outputs(self) -> list[RequestOutput]:
         """All entered prompts' outputs so far."""
         return [stream.result for stream in self._entered]
-
-    def output_of(self, choice: int) -> RequestOutput:
-        """The output so far of the prompt of a choice."""
-        return self.streams[choice // self._num_choices].result
 
 
 logger = logging.getLogger("aioengine.server")
@@ -167,8 +156,8 @@ def check_request(exchange: Exchange, record: RequestRecord, request: Generation
     request.check()
     if request.request_id is not None:
         if not is_fit_id(request.request_id):
-            told = f"request_id: 1 to {MAX_ID_CHARS} visible ASCII characters are needed, and no spaces"
-            raise invalid_value("request_id", told)
+            message = f"request_id: 1 to {MAX_ID_CHARS} visible ASCII characters are needed, and no spaces"
+            raise invalid_value("request_id", message)
         if "x-request-id" not in exchange.headers:
             record.request_id = request.request_id
 
@@ -201,7 +190,15 @@ class GenerationCall:
     async def answer(self, request: Generation) -> Response | None:
         """Answer a request; returns None after a stream, which has been written."""
         with _in_names_of(request):
-            return await ANSWERS[type(request)](self, request)
+            match request:
+                case ChatRequest():
+                    return await self._chat(request)
+                case MessageRequest():
+                    return await self._message(request)
+                case ResponseRequest():
+                    return await self._respond(request)
+            assert isinstance(request, CompletionRequest)
+            return await self._complete(request)
 
     async def count(self, request: MessageRequest | ResponseRequest) -> int:
         """Number of tokens of the prompt that `answer` would make."""
@@ -214,13 +211,13 @@ class GenerationCall:
             options = self._answer_options(request, self._tools(request), variables)
             asked = AnswerOptions.of(options["tools"], options["tool_choice"], None)
             effort = check_field(CallOptions, "reasoning_effort", options["reasoning_effort"], invalid)
-            told = {**template_variables(effort), **(variables or {})}
+            kwargs = {**template_variables(effort), **(variables or {})}
             token_ids = await run_while_connected(
                 self._exchange,
                 lambda _: self._engine.tokenize(
                     messages,
                     chat_template=options["chat_template"],
-                    chat_template_kwargs=told,
+                    chat_template_kwargs=kwargs,
                     tools=options["tools"] if asked.tools else None,
                 ),
             )
@@ -249,11 +246,11 @@ class GenerationCall:
         """
         is_program = "{" in (request.chat_template or "")  # else it is the name of one of the model's own
         if is_program and not self._config.trust_request_chat_template:
-            told = "of a request is a program, and this server runs none (--trust-request-chat-template); leave it out"
-            raise unsupported("chat_template", told)
+            why = "of a request is a program, and this server runs none (--trust-request-chat-template); leave it out"
+            raise unsupported("chat_template", why)
         if len(request.chat_template or "") > MAX_TEMPLATE_CHARS:
-            told = f"chat_template has more than {MAX_TEMPLATE_CHARS:,} characters, which few have; give a shorter one"
-            raise invalid_value("chat_template", told)
+            why = f"chat_template has more than {MAX_TEMPLATE_CHARS:,} characters, which few have; give a shorter one"
+            raise invalid_value("chat_template", why)
         tools, choice = asked.functions, asked.choice
         mode = choice.get("type") if isinstance(choice, dict) else choice
         if tools and not self._engine.has_tools and mode in (None, "auto", "none"):
@@ -272,13 +269,11 @@ class GenerationCall:
     def _tools(self, request: ChatGeneration) -> ResponseTools:
         """The tools of a request, for the engine."""
 
-        def leave_out(kind: str) -> None:
-            warn_once(f"tools of type {kind}", "a server would have to run them, and this one runs none")
-
         tools = read_tools(request.tools)
-        if isinstance(request, ResponseRequest):
-            return read_response_tools(tools, request.tool_choice, leave_out)
-        return ResponseTools(tools, request.tool_choice)
+        if not isinstance(request, ResponseRequest):
+            return ResponseTools(tools, request.tool_choice)
+        why = "a server would have to run them, and this one runs none"
+        return read_response_tools(tools, request.tool_choice, lambda kind: warn_once(f"tools of type {kind}", why))
 
     async def _respond(self, request: ResponseRequest) -> Response | None:
         stored, conversation = self._stored, await self._conversation(request)
@@ -304,7 +299,9 @@ class GenerationCall:
         """The messages that a response answers, without its own instructions."""
         previous_id, max_messages = request.previous_response_id, self._config.max_messages
         owner, stored = self._record.owner, self._stored
-        conversation = stored.conversation(OwnedId(previous_id, owner)) if previous_id is not None else []
+        conversation: list[dict[str, Any]] = []
+        if previous_id is not None:
+            conversation = msgspec.json.decode(stored.find(OwnedId(previous_id, owner), is_previous=True).messages)
         conversation += await read_input(request, max_messages, stored.item_finder(owner))
         if len(conversation) > max_messages:
             raise too_many("messages", max_messages)
@@ -320,7 +317,10 @@ class GenerationCall:
     def _read_chat(self, request: MessageRequest) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
         """The messages, and the template's variables."""
         messages, variables = read_chat(request, self._config.max_messages), request.variables()
-        if continues_answer(messages):
+        if messages[-1]["role"] == "assistant":  # it is to be continued
+            if messages[-1].get("tool_calls"):
+                message = "the last message asks for tools: add a message with their results"
+                raise invalid_value("messages", message)
             variables = {"continue_final_message": True, **(variables or {})}
         return messages, variables
 
@@ -396,7 +396,9 @@ class GenerationCall:
                 async with contextlib.AsyncExitStack() as stack:
                     await group.enter(stack)
                     if not request.stream:
-                        return Response(200, await answer.whole(await group.finish()), JSON_HEADERS)
+                        return Response(
+                            200, await answer.whole([await stream.finish() for stream in streams]), JSON_HEADERS
+                        )
                     if streams[0].params.structured is not None:
                         with anyio.move_on_after(BEGIN_WAIT_S):  # a grammar that cannot be enforced is a 400
                             await streams[0].begun()
@@ -425,10 +427,10 @@ class GenerationCall:
             try:
                 await self._relay_deltas(request, group, answer, lambda data: monitor.write(exchange.write(data)))
             except AioEngineError as error:
-                told = api_error_of(error)
-                record.error, record.error_code, record.error_param = error, told.code, told.param
-                record.outcome = "refused" if told.status < 500 else "error"
-                last = answer.failing(told)
+                answered = api_error_of(error)
+                record.error, record.error_code, record.error_param = error, answered.code, answered.param
+                record.outcome = "refused" if answered.status < 500 else "error"
+                last = answer.failing(answered)
             else:
                 last = answer.closing(group.outputs())
             await monitor.write_pieces(last)
@@ -460,7 +462,7 @@ class GenerationCall:
             await write(opening)
         has_echo = answer.has_echo
         echoed: set[int] = set()
-        while not group.is_ended:
+        while group.num_open:
             if not await group.wait():
                 await write(answer.KEEPALIVE)
                 continue
@@ -468,7 +470,8 @@ class GenerationCall:
             for choice, delta in group.take():
                 if has_echo and choice not in echoed:
                     echoed.add(choice)
-                    events.append(await answer.echo(choice, group.output_of(choice), usage()))
+                    output = group.streams[choice // group.streams[0].params.n].result
+                    events.append(await answer.echo(choice, output, usage()))
                 if delta.logprobs is not None and len(delta.logprobs) > answer.max_positions:
                     for part in split_delta(delta, answer.max_positions):
                         await write_all([*events, answer.event(choice, part, usage(part))])
@@ -477,11 +480,3 @@ class GenerationCall:
                 else:
                     events.append(answer.event(choice, delta, usage(delta)))
             await write_all(events)
-
-
-ANSWERS: dict[type[Generation], Callable[[GenerationCall, Any], Awaitable[Response | None]]] = {
-    ChatRequest: GenerationCall._chat,
-    CompletionRequest: GenerationCall._complete,
-    MessageRequest: GenerationCall._message,
-    ResponseRequest: GenerationCall._respond,
-}

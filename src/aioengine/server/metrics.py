@@ -14,7 +14,7 @@ import os
 import resource
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -175,8 +175,8 @@ def read_families(engine: Engine, http: HttpMetrics, model_name: str) -> list[Me
         )
 
     def add_gauge(name: str, documentation: str, value: float, **labels: object) -> None:
-        told = tuple((label, str(said)) for label, said in labels.items())
-        add(name, "gauge", documentation, [Sample("", told, float(value))])
+        shown = tuple((label, str(label_value)) for label, label_value in labels.items())
+        add(name, "gauge", documentation, [Sample("", shown, float(value))])
 
     try:
         health, metrics = engine.health(), engine.metrics
@@ -239,10 +239,12 @@ def read_process() -> list[MetricFamily]:
         ("open_fds", "gauge", "Number of open file descriptors.", num_files),
         ("max_fds", "gauge", "Maximum number of open file descriptors.", max_files),
     )
-    return [
-        MetricFamily(f"process_{name}", kind, told, [Sample("_total" if kind == "counter" else "", (), value)], ())
-        for name, kind, told, value in numbers
-    ]
+    return [family_of(f"process_{name}", kind, about, value) for name, kind, about, value in numbers]
+
+
+def family_of(name: str, kind: Kind, documentation: str, value: float) -> MetricFamily:
+    """A family of one number."""
+    return MetricFamily(name, kind, documentation, [Sample("_total" if kind == "counter" else "", (), value)], ())
 
 
 def content_type_for(accept: str) -> str:
@@ -259,8 +261,8 @@ def encode(families: list[MetricFamily], content_type: str) -> bytes:
         lines.append(f"# HELP {declared} {family.documentation}\n# TYPE {declared} {family.kind}\n")
         for sample in family.samples:
             labels = sorted((*family.labels, *sample.labels))
-            told = ",".join([f'{name}="{_escaped(value)}"' for name, value in labels])
-            name = f"{family.name}{sample.suffix}{{{told}}}" if told else f"{family.name}{sample.suffix}"
+            shown = ",".join([f'{name}="{_escaped(value)}"' for name, value in labels])
+            name = f"{family.name}{sample.suffix}{{{shown}}}" if shown else f"{family.name}{sample.suffix}"
             lines.append(f"{name} {float(sample.value)!r}\n")
     if content_type == OPENMETRICS:
         lines.append("# EOF\n")
@@ -276,8 +278,6 @@ Key = tuple[str, tuple[tuple[str, str], ...]]
 
 OF_FIRST = ("process_start_time_seconds", "process_max_fds")
 """Numbers of processes that have no sum: those of the process that has started the others stand for all."""
-WAITING = "num_requests_waiting"
-WAITING_BY_REASON = "num_requests_waiting_by_reason"
 
 
 class GroupNumbers:
@@ -309,13 +309,26 @@ class GroupNumbers:
         rest = [each for each in own if not each.is_of_engine]
         summed = add_up([rest, self._ended, *(each.families for each in self._last.values())])
         at_door = [each.samples[0].value for each in summed if each.name == OWN_PREFIX + AT_DOOR]
-        engine = [_with_door(each, sum(at_door)) for each in own if each.is_of_engine]
-        of_group = [
-            _one("api_servers", "gauge", "HTTP servers that are to serve.", num_servers),
-            _one("api_servers_serving", "gauge", "HTTP servers that do.", num_serving),
-            _one("api_server_restarts", "counter", "HTTP servers that were started again.", self.num_restarts),
+        engine = [each for each in own if each.is_of_engine]
+        for place, family in enumerate(engine):  # what waits at the engine, with what waits at servers
+            name = family.name.rpartition(":")[2]
+            if sum(at_door) and name in ("num_requests_waiting", "num_requests_waiting_by_reason"):
+                samples = [
+                    Sample(each.suffix, each.labels, each.value + sum(at_door))
+                    if not each.labels or ("reason", "capacity") in each.labels
+                    else each
+                    for each in family.samples
+                ]
+                engine[place] = family._replace(samples=samples)
+        restarts = "HTTP servers that were started again."
+        families = [
+            *engine,
+            *summed,
+            family_of("aioengine:api_servers", "gauge", "HTTP servers that are to serve.", num_servers),
+            family_of("aioengine:api_servers_serving", "gauge", "HTTP servers that do.", num_serving),
+            family_of("aioengine:api_server_restarts", "counter", restarts, self.num_restarts),
         ]
-        return ServerNumbers([*engine, *summed, *of_group], sum(each.num_open for each in self._last.values()))
+        return ServerNumbers(families, sum(each.num_open for each in self._last.values()))
 
 
 def add_up(parts: Iterable[Iterable[MetricFamily]]) -> list[MetricFamily]:
@@ -335,22 +348,3 @@ def add_up(parts: Iterable[Iterable[MetricFamily]]) -> list[MetricFamily]:
         family._replace(samples=[Sample(*key, value) for key, value in sums[name].items()])
         for name, family in found.items()
     ]
-
-
-def _with_door(family: MetricFamily, num_at_door: float) -> MetricFamily:
-    """The engine's numbers of waiting sequences, with those that wait at servers."""
-    name = family.name.rpartition(":")[2]
-    if not num_at_door or name not in (WAITING, WAITING_BY_REASON):
-        return family
-    samples = [
-        Sample(each.suffix, each.labels, each.value + num_at_door)
-        if name == WAITING or ("reason", "capacity") in each.labels
-        else each
-        for each in family.samples
-    ]
-    return family._replace(samples=samples)
-
-
-def _one(name: str, kind: Literal["gauge", "counter"], documentation: str, value: float) -> MetricFamily:
-    suffix = "_total" if kind == "counter" else ""
-    return MetricFamily(f"{OWN_PREFIX}{name}", kind, documentation, [Sample(suffix, (), value)], ())

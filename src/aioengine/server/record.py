@@ -174,10 +174,18 @@ class Tracing:
         span.update_name(_name(record))
         error = record.error if record.is_failure else None
         if error is None and (record.outcome not in ("ok", "refused") or record.status >= 500):
-            is_told_by_status = record.outcome in ("ok", "error") and record.status >= 500
-            span.set_attribute("error.type", str(record.status) if is_told_by_status else record.outcome)
+            is_by_status = record.outcome in ("ok", "error") and record.status >= 500
+            span.set_attribute("error.type", str(record.status) if is_by_status else record.outcome)
             span.set_status(Status(StatusCode.ERROR, record.outcome))
-        end_span(span, _attributes(record), error)
+        attributes: dict[str, Any] = {
+            "http.route": None if record.route == OTHER_ROUTE else record.route,
+            "http.response.status_code": record.status or None,
+            "client.address": record.client or None,
+            "aioengine.outcome": record.outcome,
+            "gen_ai.request.id": record.request_id,
+            "gen_ai.latency.time_to_first_token": record.first_token_s,
+        }
+        end_span(span, {name: value for name, value in attributes.items() if value is not None}, error)
 
 
 def _is_inside(span: Span, asked: SpanContext) -> bool:
@@ -197,16 +205,3 @@ def _name(record: RequestRecord) -> str:
     """``POST /v1/chat/completions``; never a path that a client made up, of which there may be any number."""
     method = record.method if record.method in METHODS else "HTTP"
     return method if record.route == OTHER_ROUTE else f"{method} {record.route}"
-
-
-def _attributes(record: RequestRecord) -> dict[str, Any]:
-    """The record's attributes, without those that are not known. The first token's time is the client's."""
-    told: dict[str, Any] = {
-        "http.route": None if record.route == OTHER_ROUTE else record.route,
-        "http.response.status_code": record.status or None,
-        "client.address": record.client or None,
-        "aioengine.outcome": record.outcome,
-        "gen_ai.request.id": record.request_id,
-        "gen_ai.latency.time_to_first_token": record.first_token_s,
-    }
-    return {name: value for name, value in told.items() if value is not None}

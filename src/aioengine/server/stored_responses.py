@@ -23,10 +23,6 @@ MISSED_BY_SEVERAL = (
 )
 MAX_REFERRED_BYTES = 4 * 2**20
 """Most bytes of the responses whose items a request names by id: decoding them takes 15 ms."""
-OVERHEAD_BYTES = 512
-"""Bytes that a stored response takes beside its contents."""
-MAX_ITEMS = 100
-"""Most items of one page."""
 
 
 class _Output(msgspec.Struct):
@@ -48,7 +44,7 @@ class StoredResponse(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        return len(self.body) + len(self.messages) + OVERHEAD_BYTES
+        return len(self.body) + len(self.messages) + 512  # of the objects
 
 
 class OwnedId(NamedTuple):
@@ -100,26 +96,19 @@ class StoredResponses:
             _, oldest = self._stored.popitem(last=False)
             self._num_bytes -= oldest.num_bytes
 
-    def find(self, owned: OwnedId) -> StoredResponse:
+    def find(self, owned: OwnedId, *, is_previous: bool = False) -> StoredResponse:
         """A response, which becomes the most recently used one.
 
         Raises:
-            ApiError: 404.
+            ApiError: 404; 400 if it is the previous response of a request.
         """
-        if (stored := self._look_up(owned)) is None:
-            raise ApiError(404, "not_found", self._missed(owned), param="id")
-        return stored
-
-    def conversation(self, owned: OwnedId) -> list[dict[str, Any]]:
-        """The messages up to a response, and with it.
-
-        Raises:
-            ApiError: 400.
-        """
-        if (stored := self._look_up(owned)) is None:
-            raise ApiError(400, "previous_response_not_found", self._missed(owned), param="previous_response_id")
-        messages: list[dict[str, Any]] = msgspec.json.decode(stored.messages)
-        return messages
+        if (stored := self._look_up(owned)) is not None:
+            return stored
+        message = f"there is no response {owned.id[:100]!r}: it was not stored, or has given way to others"
+        message += MISSED_BY_SEVERAL if self.is_one_of_several else ""
+        if is_previous:
+            raise ApiError(400, "previous_response_not_found", message, param="previous_response_id")
+        raise ApiError(404, "not_found", message, param="id")
 
     def item_finder(self, owner: str) -> Callable[[str], InputItem]:
         """A function that returns stored items by id, each once, as a client would send them back; for one request.
@@ -137,14 +126,14 @@ class StoredResponses:
             if response_id not in found and (stored := self._look_up(owned)) is not None:
                 num_bytes += len(stored.body)
                 if num_bytes > MAX_REFERRED_BYTES:
-                    told = f"input refers to responses of more than {MAX_REFERRED_BYTES:,} bytes; give their items"
-                    raise ApiError(400, "invalid_value", told, param="input")
+                    message = f"input refers to responses of more than {MAX_REFERRED_BYTES:,} bytes; give their items"
+                    raise invalid_value("input", message)
                 found[response_id] = {item.id: item for item in msgspec.json.decode(stored.body, type=_Output).output}
             item = found.get(response_id, {}).pop(item_id, None)
             if item is None:
-                told = f"there is no item {item_id[:100]!r}, or input names it twice; give the item itself"
-                told += MISSED_BY_SEVERAL if self.is_one_of_several else ""
-                raise ApiError(404, "not_found", told, param="input")
+                message = f"there is no item {item_id[:100]!r}, or input names it twice; give the item itself"
+                message += MISSED_BY_SEVERAL if self.is_one_of_several else ""
+                raise ApiError(404, "not_found", message, param="input")
             return item
 
         return find
@@ -163,10 +152,6 @@ class StoredResponses:
             self._stored.move_to_end(owned)
         return stored
 
-    def _missed(self, owned: OwnedId) -> str:
-        message = f"there is no response {owned.id[:100]!r}: it was not stored, or has given way to others"
-        return message + (MISSED_BY_SEVERAL if self.is_one_of_several else "")
-
 
 def input_page(response_id: str, stored: StoredResponse, query: Mapping[str, str]) -> dict[str, Any]:
     """The messages that a response answers, as a page of items.
@@ -181,8 +166,8 @@ def input_page(response_id: str, stored: StoredResponse, query: Mapping[str, str
     order, limit = query.get("order", "desc"), query.get("limit", "20")
     if order not in ("asc", "desc"):
         raise invalid_value("order", "order is asc or desc")
-    if limit not in map(str, range(1, MAX_ITEMS + 1)):
-        raise invalid_value("limit", f"limit is a number from 1 to {MAX_ITEMS}")
+    if limit not in map(str, range(1, 101)):
+        raise invalid_value("limit", "limit is a number from 1 to 100")
     if order == "desc":
         items.reverse()
     if (after := query.get("after")) is not None:
