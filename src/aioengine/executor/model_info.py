@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import torch
@@ -21,7 +23,7 @@ from aioengine.executor.make_runner import DEVICE_MAX_IN_FLIGHT, HOST_MAX_IN_FLI
 from aioengine.executor.memory import available_memory, granted_kv_bytes, held_by_sequence, num_kv_blocks
 from aioengine.executor.paged_attention import layout_of
 from aioengine.kernels.native import native_operations as native
-from aioengine.kernels.operations import Operations, plain_torch
+from aioengine.kernels.operations import plain_torch
 from aioengine.kernels.packed_weight import PANEL, CodedWeight, PackedWeight, Quantization
 from aioengine.models.checkpoint import FILE_DTYPES, checkpoint_tensors
 from aioengine.models.decoder import META, Decoder
@@ -31,7 +33,6 @@ from aioengine.models.formats.catalogue import is_quantised, read_catalogue
 from aioengine.models.formats.stored import Files, Stored
 from aioengine.models.implementations import choose_path, read_model_config
 from aioengine.models.loader import coded_parameters, match, states_dtype
-from aioengine.models.model import ModelConfig
 from aioengine.scheduler.cache_layout import CacheLayout
 
 OF_EXPERTS = ".experts."
@@ -161,11 +162,8 @@ def read_model_info(config: EngineConfig, *, memory_bytes: int | None = None) ->
     layout = layout_of(model.caches, config.block_size, of_cache)
     in_flight = config.max_in_flight or (HOST_MAX_IN_FLIGHT if is_host else DEVICE_MAX_IN_FLIGHT)
 
-    def held_at(num_tokens: int) -> list[int]:
-        return held_by_sequence(config, layout, num_tokens, in_flight)
-
     def count_fitting(num_tokens: int) -> int:
-        held = held_at(num_tokens)
+        held = held_by_sequence(config, layout, num_tokens, in_flight)
         return min(count // most for count, most in zip(num_blocks, held, strict=True) if most)
 
     kv_bytes = longest = None
@@ -176,12 +174,16 @@ def read_model_info(config: EngineConfig, *, memory_bytes: int | None = None) ->
         problem = f"the weights take {least} bytes{' or more' if weight_bytes is None else ''}"
     if weight_bytes is not None:
         memory = DeviceMemory(memory_bytes, max(0, memory_bytes - weight_bytes), weight_bytes)
-        held = held_at(model.max_model_len)
+        held = held_by_sequence(config, layout, model.max_model_len, in_flight)
         granted, _ = granted_kv_bytes(config, memory, None if is_host else 0, layout.count_bytes(held))
         num_blocks = layout.share_bytes(granted, held, config.max_num_seqs)
         kv_bytes = layout.count_bytes(num_blocks)
         longest = bisect_right(range(1, model.max_model_len + 1), False, key=lambda length: not count_fitting(length))
-        fits = [Fit(num_tokens=length, num_sequences=count_fitting(length)) for length in _lengths(model.max_model_len)]
+        lengths = [SHORTEST]
+        while lengths[-1] * STEP < model.max_model_len:
+            lengths.append(lengths[-1] * STEP)
+        lengths = [*(length for length in lengths if length < model.max_model_len), model.max_model_len]
+        fits = [Fit(num_tokens=length, num_sequences=count_fitting(length)) for length in lengths]
         try:
             num_kv_blocks(
                 config,
@@ -194,6 +196,13 @@ def read_model_info(config: EngineConfig, *, memory_bytes: int | None = None) ->
         except ConfigError as error:
             problem = problem or str(error)
     counts = {name: math.prod(shape) for name, shape in shapes.items()}
+    num_parameters = num_active = sum(counts.values())
+    if isinstance(model, DecoderConfig) and model.experts is not None:
+        of_experts = sum(count for name, count in counts.items() if OF_EXPERTS in name)
+        num_active += of_experts * model.experts.num_chosen // model.experts.count - of_experts
+    file_bytes: dict[str, list[int]] = {}
+    for tensor in used.values():
+        file_bytes.setdefault(tensor.format, []).append(tensor.num_bytes)
     return ModelInfo(
         folder=str(folder.path),
         architecture=model.architecture,
@@ -203,9 +212,11 @@ def read_model_info(config: EngineConfig, *, memory_bytes: int | None = None) ->
         quantization=config.quantization,
         num_layers=model.num_layers,
         max_model_len=model.max_model_len,
-        num_parameters=sum(counts.values()),
-        num_active_parameters=_num_active(counts, model),
-        formats=_formats(used.values()),
+        num_parameters=num_parameters,
+        num_active_parameters=num_active,
+        formats=[
+            FormatInfo(format=name, num_tensors=len(sizes), file_bytes=sum(sizes)) for name, sizes in file_bytes.items()
+        ],
         weight_bytes=weight_bytes,
         kv_cache_dtype=_name(of_cache),
         kv_groups=_kv_groups(layout, config.block_size),
@@ -230,8 +241,33 @@ def kept_bytes(decoder: Decoder, *, is_host: bool) -> int:
     """
     c = decoder.config
     is_native = is_host and native.has_kernels(c.num_heads, c.num_kv_heads, c.head_dim)
-    pack = native.pack if is_native else plain_torch.pack
-    sizes: Operations = _Sizes(pack)  # type: ignore[assignment]
+    pack: Callable[..., PackedWeight] = native.pack if is_native else plain_torch.pack
+    samples: dict[tuple[object, ...], PackedWeight] = {}
+
+    def pack_nothing(weight: Tensor | _Unread, quantization: Quantization | None, dtype: torch.dtype) -> PackedWeight:
+        """Pack a panel with values to see the layout, and return all of the weight without values."""
+        num_rows, num_columns = weight.shape
+        key: tuple[object, ...]
+        if isinstance(weight, _Unread):
+            key = num_columns, weight.bits, weight.group, weight.scales.dtype, weight.offsets is None
+        else:
+            key = num_columns, weight.dtype, quantization
+        if key not in samples:
+            samples[key] = pack(
+                weight.panel() if isinstance(weight, _Unread) else torch.zeros(PANEL, num_columns, dtype=weight.dtype),
+                quantization,
+                dtype,
+            )
+        packed = samples[key]
+        kept_rows = -(-num_rows // PANEL) * PANEL if "panels" in packed.layout else num_rows
+
+        def grown(tensor: Tensor) -> Tensor:
+            return tensor.new_empty(tensor.numel() * kept_rows // PANEL, device=META)
+
+        scales = None if packed.scales is None else grown(packed.scales)
+        return PackedWeight(grown(packed.values), scales, (num_rows, num_columns), dtype, packed.layout, packed.coding)
+
+    sizes: Any = SimpleNamespace(pack=pack_nothing)
     for linear in decoder.linears():
         linear.pack(sizes)
     return decoder.weight_bytes
@@ -259,23 +295,18 @@ EXACT_IN = {torch.bfloat16: 1.0, torch.float16: 1 + 2**-10, torch.float32: 1 + 2
 def _put_codes(decoder: Decoder, used: dict[str, Stored], coded: Container[str]) -> None:
     """Give linears their parts, where these come as codes, but without values."""
     samples: dict[str, Tensor | CodedWeight] = {}
-    for name in {stored.format for stored in used.values()}.difference(FILE_DTYPES):
-        matrices = [stored for stored in used.values() if stored.format == name]
-        samples[name] = _read(min(matrices, key=lambda stored: stored.num_bytes))
-        if _has_one_group(samples[name]):  # a wide one tells whether that is all inputs, or as many as these
-            samples[name] = _read(min(matrices, key=lambda stored: (-stored.shape[1], stored.num_bytes)))
+    with Files() as files:
+        for name in {stored.format for stored in used.values()}.difference(FILE_DTYPES):
+            matrices = [stored for stored in used.values() if stored.format == name]
+            samples[name] = min(matrices, key=lambda stored: stored.num_bytes).read(files)
+            if _has_one_group(samples[name]):  # a wide one tells whether that is all inputs, or as many as these
+                widest = min(matrices, key=lambda stored: (-stored.shape[1], stored.num_bytes))
+                samples[name] = widest.read(files)
     for name, tensor in checkpoint_tensors(decoder.config).items():
         linear = decoder.linear_of(tensor.parameter)
         if tensor.parameter in coded and linear is not None:
             sample, num_columns = samples.get(used[name].format), linear.weight.shape[1]
             linear.parts.append((tensor, _unread(used[name].shape, num_columns, sample)))
-
-
-def _read(stored: Stored) -> Tensor | CodedWeight:
-    """For good: a dense one may be a view of the file."""
-    with Files() as files:
-        values = stored.read(files)
-        return values if isinstance(values, CodedWeight) else values.clone()
 
 
 def _has_one_group(sample: Tensor | CodedWeight) -> bool:
@@ -293,52 +324,6 @@ def _unread(shape: tuple[int, ...], num_columns: int, sample: Tensor | CodedWeig
     return _Unread(codes, sample.bits, sample.table, scales, None if sample.offsets is None else scales, group)
 
 
-class _Sizes:
-    """In the place of operations: packs as they do, but without values, of which it makes a panel to see the layout."""
-
-    def __init__(self, pack: Callable[..., PackedWeight]) -> None:
-        self._pack = pack
-        self._samples: dict[tuple[object, ...], PackedWeight] = {}
-
-    def pack(self, weight: Tensor | _Unread, quantization: Quantization | None, dtype: torch.dtype) -> PackedWeight:
-        num_rows, num_columns = weight.shape
-        key: tuple[object, ...]
-        if isinstance(weight, Tensor):
-            key = num_columns, weight.dtype, quantization
-        else:
-            key = num_columns, weight.bits, weight.group, weight.scales.dtype, weight.offsets is None
-        if key not in self._samples:
-            panel: Tensor | CodedWeight
-            if isinstance(weight, Tensor):
-                panel = torch.zeros(PANEL, num_columns, dtype=weight.dtype)
-            else:
-                panel = weight.panel()
-            self._samples[key] = self._pack(panel, quantization, dtype)
-        packed = self._samples[key]
-        kept_rows = -(-num_rows // PANEL) * PANEL if "panels" in packed.layout else num_rows
-
-        def grown(tensor: Tensor) -> Tensor:
-            return torch.empty(tensor.numel() * kept_rows // PANEL, dtype=tensor.dtype, device=META)
-
-        scales = None if packed.scales is None else grown(packed.scales)
-        return PackedWeight(grown(packed.values), scales, (num_rows, num_columns), dtype, packed.layout, packed.coding)
-
-
-def _num_active(counts: dict[str, int], config: ModelConfig) -> int:
-    """Of the parameters those that a token's step uses; all, where it is transformers' code that knows."""
-    total, of_experts = sum(counts.values()), sum(count for name, count in counts.items() if OF_EXPERTS in name)
-    if not isinstance(config, DecoderConfig) or config.experts is None:
-        return total
-    return total - of_experts + of_experts * config.experts.num_chosen // config.experts.count
-
-
-def _formats(tensors: Iterable[Stored]) -> list[FormatInfo]:
-    of_format: dict[str, list[int]] = {}
-    for tensor in tensors:
-        of_format.setdefault(tensor.format, []).append(tensor.num_bytes)
-    return [FormatInfo(format=name, num_tensors=len(sizes), file_bytes=sum(sizes)) for name, sizes in of_format.items()]
-
-
 def _kv_groups(layout: CacheLayout, block_size: int) -> list[KVGroupInfo]:
     """Groups of one kind together."""
     found: dict[tuple[bool, int | None], KVGroupInfo] = {}
@@ -353,13 +338,6 @@ def _kv_groups(layout: CacheLayout, block_size: int) -> list[KVGroupInfo]:
             state_bytes=before.state_bytes + (pool.block_bytes if group.is_state else 0),
         )
     return list(found.values())
-
-
-def _lengths(max_model_len: int) -> list[int]:
-    lengths = [SHORTEST]
-    while lengths[-1] < max_model_len:
-        lengths.append(lengths[-1] * STEP)
-    return [*(length for length in lengths if length < max_model_len), max_model_len]
 
 
 def _gpu_memory(config: EngineConfig) -> int:
