@@ -6,7 +6,6 @@ take them, so that a steady decode step takes a few array operations, whatever t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -47,11 +46,9 @@ Int64 = NDArray[np.int64]
 
 NO_IDS = np.zeros(0, np.int64)
 
-(
-    *(IS_RANDOM, HAS_FILTERS, HAS_MASK, HAS_GRAMMAR, IS_PENALISED, HAS_EDITS, HAS_RULES, HAS_MIN_TOKENS),
-    WANTS_LOGPROBS,
-    IS_PROCESSED,
-) = (1 << bit for bit in range(10))
+IS_RANDOM, HAS_FILTERS, HAS_MASK, HAS_GRAMMAR, IS_PENALISED, HAS_EDITS, HAS_RULES = (1 << bit for bit in range(7))
+HAS_MIN_TOKENS, WANTS_LOGPROBS, IS_PROCESSED, HAS_CHOICES, HAS_PROCESSORS = (1 << bit for bit in range(7, 12))
+HAS_NAMED_LOGPROBS, SCORES_PROMPT = 1 << 12, 1 << 13
 """Properties of a row that each step needs, as bits of one number: a step reads those of all its rows at once."""
 
 LOGITS_ROW, END, OUTPUT_POSITION, CHOICE, FLAGS = map(
@@ -67,6 +64,24 @@ def spans(starts: NDArray[np.integer], counts: NDArray[np.integer]) -> Int64:
     ends = np.cumsum(counts)
     positions: Int64 = np.arange(int(ends[-1]) if len(ends) else 0) - np.repeat(ends - counts - starts, counts)
     return positions
+
+
+@dataclass(slots=True)
+class RareProperties:
+    """Properties that few rows have, and the flags of most do not name.
+
+    Attributes:
+        processors: of logits. allowed: int64 [any], the only ids that are allowed to them; None: all.
+        known: tokens of a row about which the host must know them.
+        grammar: the row's place in its grammar.
+        logprob_token_ids: int64 [any], the tokens that are always reported.
+    """
+
+    processors: tuple[LogitsProcessor, ...] = ()
+    allowed: Tensor | None = None
+    known: list[int] = field(default_factory=list)
+    grammar: GrammarRow | None = None
+    logprob_token_ids: Int64 = field(default_factory=lambda: NO_IDS)
 
 
 @dataclass(slots=True)
@@ -209,20 +224,12 @@ class Batch:
         }
         self._seed: Int64 = self._words[:, SampleRow.SEED_LOW : SampleRow.SEED_HIGH + 1].view(np.int64)[:, 0]
         self._choice = self._words[:, SampleRow.CHOICE]
-        self._num_prompt_tokens, self._logprobs, self._min_tokens, self._prompt_logprobs = np.zeros(
-            (4, max_num_seqs), np.int32
-        )
+        columns = np.zeros((5, max_num_seqs), np.int32)
+        self._num_prompt_tokens, self._logprobs, self._min_tokens, self._prompt_logprobs, self._num_choices = columns
         self._flags = np.zeros(max_num_seqs, np.int32)
         """`IS_RANDOM` and the following."""
-        self._processed: dict[int, tuple[tuple[LogitsProcessor, ...], Tensor | None]] = {}
-        """Logits processors of rows, and the only ids that are allowed to them, int64 [any]."""
-        self._known: dict[int, list[int]] = {}
-        """Tokens of the rows about which the host must know them."""
-        self._num_choices: dict[int, int] = {}
-        """Number of tokens of rows that bring several at their first output position."""
+        self._rare: dict[int, RareProperties] = {}
         self.grammar_rows = GrammarRows(-(-vocab_size // 32))
-        self._grammars: dict[int, GrammarRow] = {}
-        self._logprob_token_ids: dict[int, Int64] = {}
         self._failed: dict[int, Exception] = {}
         """Rows of the step that is being written which could not be described."""
         self._free_masks: list[int] = []
@@ -237,36 +244,31 @@ class Batch:
             Exception: the plan does not fit the rows, whose state is unknown from now on.
         """
         deltas = Deltas()
-        self._remove(plan.removed.tolist())
+        for row in plan.removed.tolist():
+            self._remove(row)
         self._failed.clear()
         fixed.grown[:, 0] = -1
         if len(plan.copied_from):
             deltas.copies = extra.add(np.concatenate((plan.copied_from, plan.copied_to)))
         num_grown = len(plan.grown_rows)
-        if plan.added or self._grammars or num_grown > self._num_tables:
-            blocks = TableSpans(extra)
+        blocks = TableSpans(extra)
+        if plan.added or self._rare:
             self._add_all(plan.added, blocks, deltas, extra)
-            if num_grown > self._num_tables:
-                self._grow_much(plan, blocks)
-            deltas.blocks = blocks.end()
-        if 0 < num_grown <= self._num_tables:
-            self._grow(self._grown_tables(plan), self._grown_blocks(plan), fixed)
+        if num_grown:
+            self._grow(plan, blocks, fixed)
+        deltas.blocks = blocks.end()
         if self.rules.is_changed:
             deltas.rules = extra.add(self.rules.words())
         return deltas
 
-    def _remove(self, rows: Iterable[int]) -> None:
-        for row in rows:
-            self.rules.remove(row)
-            self._processed.pop(row, None)
-            if (grammar_row := self._grammars.pop(row, None)) is not None:
-                self.grammar_rows.remove(grammar_row)
-            self._known.pop(row, None)
-            self._num_choices.pop(row, None)
-            self._logprob_token_ids.pop(row, None)
-            if self._flags[row] & HAS_MASK:
-                self._free_masks.append(int(self._words[row, SampleRow.MASK]))
-            self._flags[row] = 0
+    def _remove(self, row: int) -> None:
+        self.rules.remove(row)
+        rare = self._rare.pop(row, None)
+        if rare is not None and rare.grammar is not None:
+            self.grammar_rows.remove(rare.grammar)
+        if self._flags[row] & HAS_MASK:
+            self._free_masks.append(int(self._words[row, SampleRow.MASK]))
+        self._flags[row] = 0
 
     def _add_all(self, added: tuple[RowAdded, ...], blocks: TableSpans, deltas: Deltas, extra: ExtraWords) -> None:
         tokens, masks = TableSpans(extra), TableSpans(extra)
@@ -283,17 +285,17 @@ class Batch:
                 self._describe(row, masks)
             except Exception as error:  # a value that no check has seen is its own request's end
                 self._failed[row.row] = error
-                self._remove([row.row])
+                self._remove(row.row)
                 self._describe(msgspec.structs.replace(row, sampling=RowSampling()), masks)
-        for number, grammar_row in self._grammars.items():
-            while grammar_row.unsent:
-                position, token_ids = grammar_row.unsent.popleft()
+        for number, rare in self._rare.items():
+            while rare.grammar is not None and rare.grammar.unsent:
+                position, token_ids = rare.grammar.unsent.popleft()
                 tokens.add(number, position, np.array(token_ids[: self._max_tokens - position], np.int32))
         deltas.tokens, deltas.masks = tokens.end(), masks.end()
 
     def _describe(self, added: RowAdded, masks: TableSpans) -> None:
         """Keep what is to be known of how a row is sampled."""
-        row, sampling = added.row, added.sampling
+        row, sampling, rare = added.row, added.sampling, RareProperties()
         self._num_prompt_tokens[row] = added.num_prompt_tokens
         for name, column in self._params.items():
             column[row] = getattr(sampling, name)
@@ -301,16 +303,23 @@ class Batch:
         self._logprobs[row], self._prompt_logprobs[row] = sampling.logprobs, sampling.prompt_logprobs
         has_late = sampling.stop_ids and sampling.grammar is None
         self._min_tokens[row] = sampling.min_tokens if has_late else 0  # else nothing to mask until then
-        if sampling.num_choices > 1:
-            self._num_choices[row] = sampling.num_choices
-        if sampling.logprob_token_ids:
-            self._logprob_token_ids[row] = np.array(sampling.logprob_token_ids, np.int64)
+        self._num_choices[row] = sampling.num_choices
         allowed = np.array(sampling.allowed_token_ids, np.int64)
-        if sampling.logits_processors:
-            processors = self.handles.get_processors(sampling.logits_processors)
-            self._processed[row] = processors, torch.from_numpy(allowed) if len(allowed) else None
-        if sampling.logits_processors or sampling.prompt_logprobs >= 0:
-            self._known[row] = added.token_ids.tolist()
+        flags = (
+            (sampling.num_choices > 1) * HAS_CHOICES
+            | bool(sampling.logits_processors) * HAS_PROCESSORS
+            | bool(sampling.logprob_token_ids) * HAS_NAMED_LOGPROBS
+            | (sampling.prompt_logprobs >= 0) * SCORES_PROMPT
+            | (sampling.grammar is not None) * HAS_GRAMMAR
+        )
+        if flags & ~HAS_CHOICES:
+            self._rare[row] = rare
+            rare.logprob_token_ids = np.array(sampling.logprob_token_ids, np.int64)
+            if flags & (HAS_PROCESSORS | SCORES_PROMPT):
+                rare.known = added.token_ids.tolist()
+            if flags & HAS_PROCESSORS:
+                rare.processors = self.handles.get_processors(sampling.logits_processors)
+                rare.allowed = torch.from_numpy(allowed) if len(allowed) else None
         is_random, is_penalised = sampling.temperature > 0, is_any_on(sampling, PENALTIES)
         has_edits = self.rules.add(row, sampling)
         # With processors the allowed ids are kept before these, which may change that.
@@ -319,13 +328,13 @@ class Batch:
         bits = pack_bits(allowed, self._vocab_size) if has_mask or sampling.grammar is not None else EMPTY
         if sampling.grammar is not None:
             grammar = self.handles.get_grammar(sampling.grammar)
-            self._grammars[row] = added.add_grammar(self.grammar_rows, grammar, bits if has_mask else None)
+            rare.grammar = added.add_grammar(self.grammar_rows, grammar, bits if has_mask else None)
             has_mask = has_rules = True
         self._flags[row] = (
-            is_random * IS_RANDOM
+            flags
+            | is_random * IS_RANDOM
             | (is_random and is_any_on(sampling, FILTERS)) * HAS_FILTERS
             | has_mask * HAS_MASK
-            | (sampling.grammar is not None) * HAS_GRAMMAR
             | is_penalised * IS_PENALISED
             | has_edits * HAS_EDITS
             | has_rules * HAS_RULES
@@ -334,50 +343,33 @@ class Batch:
             | (sampling.logprobs >= 0 and sampling.logprobs_mode == "processed") * IS_PROCESSED
         )
         self._words[row, SampleRow.ROW] = row
-        self._words[row, SampleRow.MASK] = self._take_mask(bits, masks) if has_mask else -1
+        mask = -1
+        if has_mask:
+            if not self._free_masks:
+                self._free_masks.append(self.num_masks)
+                self.num_masks += 1
+            mask = self._free_masks.pop()
+            masks.add(mask, 0, bits)
+        self._words[row, SampleRow.MASK] = mask
 
-    def _take_mask(self, bits: Int32, masks: TableSpans) -> int:
-        """A row of the bitmasks, with these bits of allowed tokens."""
-        if not self._free_masks:
-            self._free_masks.append(self.num_masks)
-            self.num_masks += 1
-        mask = self._free_masks.pop()
-        masks.add(mask, 0, bits)
-        return mask
-
-    def _grown_tables(self, plan: StepPlan) -> Int32:
-        tables: Int32 = plan.grown_groups * np.int32(self._max_num_seqs) + plan.grown_rows
-        return tables
-
-    def _grown_blocks(self, plan: StepPlan) -> Int32:
-        """The blocks that tables get, as the device counts them."""
-        if self.first_blocks is None:
-            return plan.grown_blocks
-        blocks: Int32 = np.maximum(plan.grown_blocks - self.first_blocks[plan.grown_groups], 0)
-        return blocks
-
-    def _grow(self, tables: Int32, block_ids: Int32, fixed: FixedWords[NDArray[Any]]) -> None:
-        """Append ``block_ids[i]`` to the block table ``tables[i]``; one may stand there several times."""
-        count = len(tables)
+    def _grow(self, plan: StepPlan, blocks: TableSpans, fixed: FixedWords[NDArray[Any]]) -> None:
+        """Append the plan's blocks to their tables, in the fixed section as far as it has room."""
+        block_ids = plan.grown_blocks
+        if self.first_blocks is not None:
+            block_ids = np.maximum(block_ids - self.first_blocks[plan.grown_groups], 0)
+        tables = plan.grown_groups * np.int32(self._max_num_seqs) + plan.grown_rows
         order = np.argsort(tables, kind="stable")
-        tables = tables[order]
-        nth_of_table = np.arange(count) - np.searchsorted(tables, tables)
-        grown = fixed.grown
-        grown[:count, 0] = tables
-        grown[:count, 1] = self._num_blocks[tables] + nth_of_table
-        grown[:count, 2] = np.arange(count)
-        grown[:count, 3] = 1
-        fixed.grown_blocks[:count] = block_ids[order]
+        tables, block_ids = tables[order], block_ids[order]
+        columns = self._num_blocks[tables] + np.arange(len(tables)) - np.searchsorted(tables, tables)
         np.add.at(self._num_blocks, tables, 1)
-
-    def _grow_much(self, plan: StepPlan, blocks: TableSpans) -> None:
-        """As `_grow`, for more blocks than the fixed section has room for."""
-        tables = self._grown_tables(plan)
-        order = np.argsort(tables, kind="stable")
-        each, firsts = np.unique(tables[order], return_index=True)
-        for table, block_ids in zip(each.tolist(), np.split(self._grown_blocks(plan)[order], firsts[1:]), strict=True):
-            blocks.add(table, int(self._num_blocks[table]), block_ids)
-            self._num_blocks[table] += len(block_ids)
+        num_fixed = self._num_tables
+        if len(tables) > num_fixed:
+            blocks.add_each(tables[num_fixed:], columns[num_fixed:], block_ids[num_fixed:])
+            tables, columns, block_ids = tables[:num_fixed], columns[:num_fixed], block_ids[:num_fixed]
+        count = len(tables)
+        grown = fixed.grown[:count]
+        grown[:, 0], grown[:, 1], grown[:, 2], grown[:, 3] = tables, columns, np.arange(count), 1
+        fixed.grown_blocks[:count] = block_ids
 
     # What is computed
 
@@ -395,12 +387,17 @@ class Batch:
         sampled = np.flatnonzero(plan.purposes == SAMPLE)
         rows, end = plan.rows[sampled], ends[sampled]
         positions = end - self._num_prompt_tokens[rows]
-        num_choices = self._num_samples(rows, positions)
-        logits_row_of_sample = np.arange(len(rows))
-        if num_choices is not None:
-            logits_row_of_sample = np.repeat(logits_row_of_sample, num_choices)
         flags = self._flags[rows]
         any_flags = int(np.bitwise_or.reduce(flags))
+        num_choices = None
+        logits_row_of_sample = np.arange(len(rows))
+        if any_flags & HAS_CHOICES:
+            # A row brings several tokens at output position 0 alone, and is not asked again from then on.
+            counts = np.where(positions == 0, self._num_choices[rows], 1)
+            self._flags[rows[positions > 0]] &= ~HAS_CHOICES
+            if (counts > 1).any():
+                num_choices = counts
+                logits_row_of_sample = np.repeat(logits_row_of_sample, num_choices)
         is_ruled, has_edits = flags & HAS_RULES > 0, any_flags & HAS_EDITS > 0
         if any_flags & HAS_MIN_TOKENS:
             is_below = positions < self._min_tokens[rows]
@@ -425,8 +422,15 @@ class Batch:
         if self._failed:
             step.failures = {i: self._failed[row] for i, row in enumerate(plan.rows.tolist()) if row in self._failed}
         if any_flags & HAS_GRAMMAR:
-            step.grammars = self._grammar_samples(step, (rows, end), logits_row_of_sample)
-        self._ask_for_more(step, rows, logits_row_of_sample)
+            logits_rows = np.flatnonzero(flags & HAS_GRAMMAR)
+            first_samples = np.searchsorted(logits_row_of_sample, logits_rows).tolist()
+            for logits_row, sample in zip(logits_rows.tolist(), first_samples, strict=True):
+                row = int(rows[logits_row])
+                grammar, mask = self._rare[row].grammar, int(self._words[row, SampleRow.MASK])
+                assert grammar is not None
+                index, position = int(sampled[logits_row]), int(end[logits_row])
+                step.grammars.append(GrammarSample(sample, index, position, grammar, mask))
+        self._ask_for_more(step, rows, flags, any_flags, logits_row_of_sample)
         size = size_for.get(num_rows) if step.is_plain and len(sampled) else None
         self._write_rows(step, ends, fixed, size)
         self._write_samples(step, (rows, end, positions), (logits_row_of_sample, num_choices), fixed, size)
@@ -450,25 +454,21 @@ class Batch:
             num_processed=num_processed,
         )
 
-    def _grammar_samples(
-        self, step: Step, of_logits_rows: tuple[Int32, Int32], logits_row_of_sample: Int64
-    ) -> list[GrammarSample]:
-        found = []
-        for logits_row, (row, end) in enumerate(zip(*(column.tolist() for column in of_logits_rows), strict=True)):
-            if row in self._grammars:
-                sample = int(np.searchsorted(logits_row_of_sample, logits_row))
-                mask = int(self._words[row, SampleRow.MASK])
-                found.append(GrammarSample(sample, int(step.sampled[logits_row]), end, self._grammars[row], mask))
-        return found
-
-    def _ask_for_more(self, step: Step, rows: Int32, logits_row_of_sample: Int64) -> None:
+    def _ask_for_more(self, step: Step, rows: Int32, flags: Int32, any_flags: int, logits_row_of_sample: Int64) -> None:
         """Write what few steps need: vectors, scored prompt tokens, tokens that are reported always, processors."""
         if np.count_nonzero(step.plan.purposes) > len(step.sampled):
-            self._pool(step)
-        if self._known:
-            self._score_prompts(step)
-        if self._logprob_token_ids and step.features.num_top >= 0:
-            of_rows = [self._logprob_token_ids.get(row, NO_IDS) for row in rows.tolist()]
+            pooled = np.flatnonzero(step.plan.purposes == POOL)
+            tokens = np.cumsum(step.plan.num_tokens)[pooled] - 1
+            step.pooled = tuple(pooled.tolist())
+            step.pooled_tokens = step.extra.add(tokens.astype(np.int32))
+            step.sizes = step.sizes._replace(num_vectors=len(tokens), vector_size=self._hidden_size)
+            step.is_plain = False
+        if self._rare:
+            asking = np.flatnonzero(self._flags[step.plan.rows] & SCORES_PROMPT)
+            if len(asking):
+                self._score_prompts(step, asking)
+        if any_flags & HAS_NAMED_LOGPROBS and step.features.num_top >= 0:
+            of_rows = [self._rare[row].logprob_token_ids if row in self._rare else NO_IDS for row in rows.tolist()]
             of_samples = [
                 of_rows[logits_row][of_rows[logits_row] < self._vocab_size]
                 for logits_row in logits_row_of_sample.tolist()
@@ -483,42 +483,18 @@ class Batch:
                 step.sizes = step.sizes._replace(num_extra=len(samples))
             else:
                 step.extra_counts = None
-        if self._processed:
-            step.processed = [logits_row for logits_row, row in enumerate(rows.tolist()) if row in self._processed]
-            step.is_plain = step.is_plain and not step.processed
+        if any_flags & HAS_PROCESSORS:
+            step.processed = np.flatnonzero(flags & HAS_PROCESSORS).tolist()
+            step.is_plain = False
             first_samples = np.searchsorted(logits_row_of_sample, step.processed)
             step.learning = [
-                (sample, self._known[int(rows[logits_row])])
+                (sample, self._rare[int(rows[logits_row])].known)
                 for sample, logits_row in zip(first_samples.tolist(), step.processed, strict=True)
             ]
 
-    def _pool(self, step: Step) -> None:
-        """Ask for the hidden states of the rows that are to bring a vector."""
-        pooled = np.flatnonzero(step.plan.purposes == POOL)
-        tokens = np.cumsum(step.plan.num_tokens)[pooled] - 1
-        step.pooled = tuple(pooled.tolist())
-        step.pooled_tokens = step.extra.add(tokens.astype(np.int32))
-        step.sizes = step.sizes._replace(num_vectors=len(tokens), vector_size=self._hidden_size)
-        step.is_plain = False
-
-    def _num_samples(self, rows: Int32, positions: Int32) -> Int32 | None:
-        """How many tokens each row brings at these output positions; None where it is one.
-
-        A row brings several at position 0 alone, and is not asked again from then on.
-        """
-        if not self._num_choices:
-            return None
-        counts = [self._num_choices.get(row, 1) for row in rows.tolist()]
-        num_samples = np.where(positions == 0, counts, 1).astype(np.int32)
-        for row in rows[positions > 0].tolist():
-            self._num_choices.pop(row, None)
-        return num_samples if (num_samples > 1).any() else None
-
-    def _score_prompts(self, step: Step) -> None:
-        """Score each prompt token that follows one which the plan computes, of the rows that ask for it."""
+    def _score_prompts(self, step: Step, asking: Int64) -> None:
+        """Score each prompt token that follows one which the plan computes, of the plan's rows ``asking``."""
         plan = step.plan
-        num_top = self._prompt_logprobs[plan.rows]
-        asking = (num_top >= 0).nonzero()[0]
         rows, starts = plan.rows[asking], plan.starts[asking]
         # The prompt's last token predicts an output token.
         counts = np.minimum(plan.num_tokens[asking], self._num_prompt_tokens[rows] - 1 - starts).clip(min=0)
@@ -526,7 +502,7 @@ class Batch:
             return
         positions = spans(starts + 1, counts)
         token_ids = [
-            self._known[row][position]
+            self._rare[row].known[position]
             for row, position in zip(np.repeat(rows, counts).tolist(), positions.tolist(), strict=True)
         ]
         first_tokens = np.cumsum(plan.num_tokens) - plan.num_tokens
@@ -534,7 +510,7 @@ class Batch:
         step.is_plain = False
         step.prompt_tokens = np.repeat(asking, counts).astype(np.int32), positions.astype(np.int32)
         step.prompt = step.extra.add(np.concatenate((predicted_at, token_ids)).astype(np.int32))
-        num_top_asked = min(int(num_top[asking].max()), self._vocab_size)
+        num_top_asked = min(int(self._prompt_logprobs[rows].max()), self._vocab_size)
         step.sizes = step.sizes._replace(num_prompt=len(token_ids), num_prompt_top=num_top_asked)
 
     def _write_rows(self, step: Step, ends: Int32, fixed: FixedWords[NDArray[Any]], size: int | None) -> None:
@@ -573,7 +549,7 @@ class Batch:
         self,
         step: Step,
         of_logits_rows: tuple[Int32, Int32, Int32],
-        samples_of_logits_rows: tuple[Int64, Int32 | None],
+        samples_of_logits_rows: tuple[Int64, NDArray[np.integer] | None],
         fixed: FixedWords[NDArray[Any]],
         size: int | None,
     ) -> None:
@@ -625,9 +601,10 @@ class Batch:
         for logits_row in step.processed:
             index = step.sampled[logits_row]
             row, num_prompt = int(plan.rows[index]), int(self._num_prompt_tokens[plan.rows[index]])
-            tokens = int32(self._known[row][: int(plan.starts[index] + plan.num_tokens[index])])
+            rare = self._rare[row]
+            tokens = int32(rare.known[: int(plan.starts[index] + plan.num_tokens[index])])
             # Also of one choice alone, which has moved here before its first token: it was drawn for all of them there.
             choice = int(self._choice[row]) if len(tokens) > num_prompt else 0
             given = LogitsRow(tokens[:num_prompt], tokens[num_prompt:], choice)
-            found.append(ProcessedRow(logits_row, *self._processed[row], given))
+            found.append(ProcessedRow(logits_row, rare.processors, rare.allowed, given))
         return found

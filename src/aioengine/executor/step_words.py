@@ -110,13 +110,18 @@ class TableSpans:
 
     def __init__(self, extra: ExtraWords) -> None:
         self._extra = extra
-        self._spans: list[tuple[int, int, int, int]] = []
+        self._spans: list[NDArray[np.integer]] = []
 
     def add(self, row: int, column: int, words: NDArray[np.int32]) -> None:
         if len(words):
             first, _ = self._extra.add(words)
-            self._spans.append((row, column, first, len(words)))
+            self._spans.append(np.array([[row, column, first, len(words)]]))
+
+    def add_each(self, rows: NDArray[np.int32], columns: NDArray[np.integer], words: NDArray[np.int32]) -> None:
+        """Add one word a span."""
+        first, end = self._extra.add(words)
+        self._spans.append(np.stack((rows, columns, np.arange(first, end), np.ones_like(rows)), axis=1))
 
     def end(self) -> Span | None:
         """Put the spans themselves behind the words; None if there are none."""
-        return self._extra.add(np.array(self._spans, np.int32)) if self._spans else None
+        return self._extra.add(np.concatenate(self._spans).astype(np.int32)) if self._spans else None
