@@ -57,7 +57,7 @@ class PinnedBuffers:
         return self.late.array[:num_words]
 
     def make_room(self, num_words: int) -> None:
-        """For what comes back."""
+        """Make room for the words that come back."""
         self.out = self._grown(self.out, num_words)
 
     def _grown(self, words: HostWords, size: int) -> HostWords:
@@ -159,6 +159,10 @@ def make_result(
     num_samples, num_rows = len(step.row_of_sample), len(step.plan.rows)
     token_ids, status = out.token_ids[:num_samples], out.status[:num_samples]
     is_good = status == SAMPLED
+    prompt_logprobs = None
+    if step.prompt_tokens is not None:
+        index, positions = step.prompt_tokens
+        prompt_logprobs = PromptLogprobs(index=index, positions=positions, **_scores(out.prompt, slice(None)))
     failures: tuple[RowFailure, ...] = ()
     if step.failures or failed_logits_rows or not is_good.all():
         failures = _failures(step, status, failed_logits_rows)
@@ -173,19 +177,19 @@ def make_result(
         offsets=np.concatenate(([0], np.cumsum(counts))).astype(np.int32),
         token_ids=token_ids,
         logprobs=_step_logprobs(step, out, is_good) if step.features.num_top >= 0 else None,
-        prompt_logprobs=_prompt_logprobs(step, out),
+        prompt_logprobs=prompt_logprobs,
         failures=failures,
         forced=forced,
-        vectors=_vectors(step, out) if step.pooled else {},
+        vectors={
+            index: vector
+            for index, vector in zip(step.pooled, out.vectors, strict=True)
+            if index not in step.failures  # a row that could not be described has none
+        }
+        if step.pooled
+        else {},
         device_time_s=seconds,
         ended_at_s=ended_at_s,
     )
-
-
-def _vectors(step: Step, out: DeviceOutputs[NDArray[Any]]) -> dict[int, NDArray[np.float32]]:
-    """By index among the plan's rows; a row that could not be described has none."""
-    pooled = zip(step.pooled, out.vectors, strict=True)
-    return {index: vector for index, vector in pooled if index not in step.failures}
 
 
 def _failures(
@@ -240,13 +244,6 @@ def _step_logprobs(step: Step, out: DeviceOutputs[NDArray[Any]], is_good: NDArra
         extra_logprobs=extra.logprobs[entries],
         extra_ranks=extra.ranks[entries],
     )
-
-
-def _prompt_logprobs(step: Step, out: DeviceOutputs[NDArray[Any]]) -> PromptLogprobs | None:
-    if step.prompt_tokens is None:
-        return None
-    index, positions = step.prompt_tokens
-    return PromptLogprobs(index=index, positions=positions, **_scores(out.prompt, slice(None)))
 
 
 def _scores(scored: Scored[NDArray[Any]], at: Any) -> dict[str, NDArray[Any]]:

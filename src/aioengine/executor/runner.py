@@ -293,7 +293,12 @@ class Runner:
         try:
             self._take_newer_operations()
             self._learn(sum(launched.is_done for launched in self._learning))  # before its memory is used again
-            step, size = self._write(plan, staging)
+            if self._broken_by is not None:
+                raise self._broken_by
+            extra, fixed = ExtraWords(), staging.sections
+            deltas = self._batch.apply(plan, fixed, extra)
+            step, size = self._batch.step(plan, fixed, extra, self.graphs.size_for)
+            step.deltas = deltas
             started = self._accelerator.record()
             self._upload(step, staging)
         except Exception as error:
@@ -333,15 +338,6 @@ class Runner:
         """Put the blocks that rows get in a step, the last whose words were uploaded, into their tables."""
         self._operations.put_spans(self._block_tables.flatten(0, 1), self._fixed.grown, self._fixed.grown_blocks)
 
-    def _write(self, plan: StepPlan, staging: PinnedBuffers) -> tuple[Step, int | None]:
-        if self._broken_by is not None:
-            raise self._broken_by
-        extra, fixed = ExtraWords(), staging.sections
-        deltas = self._batch.apply(plan, fixed, extra)
-        step, size = self._batch.step(plan, fixed, extra, self.graphs.size_for)
-        step.deltas = deltas
-        return step, size
-
     def _upload(self, step: Step, staging: PinnedBuffers) -> None:
         """Bring the words to the device, and change the rows there."""
         room = self._batch.rules.sizes, self._batch.num_masks
@@ -351,23 +347,20 @@ class Runner:
         num_words = step.extra.num_words
         if num_words:
             staging.write_extra(step.extra)
-        self._accelerator.enqueue(self._copy_in, staging.fixed.tensor, staging.extra.tensor, num_words)
-        if num_words:
-            self._accelerator.enqueue(self._change_rows, step.deltas)
+        self._accelerator.enqueue(self._change_rows, staging.fixed.tensor, staging.extra.tensor, num_words, step.deltas)
 
-    def _copy_in(self, fixed: Tensor, extra: Tensor, num_words: int) -> None:
+    def _change_rows(self, fixed: Tensor, extra_words: Tensor, num_words: int, deltas: Deltas) -> None:
         self._words.copy_(fixed, non_blocking=True)
+        if not num_words:
+            return
         if num_words > len(self._extra):
             self._extra = self._extra.new_empty(1 << (num_words - 1).bit_length())
-        if num_words:
-            self._extra[:num_words].copy_(extra[:num_words], non_blocking=True)
-
-    def _change_rows(self, deltas: Deltas) -> None:
-        masks, extra = self._sampler.masks, self._extra
+        self._extra[:num_words].copy_(extra_words[:num_words], non_blocking=True)
+        extra = self._extra
         tables = (
             (deltas.tokens, self._history),
             (deltas.blocks, self._block_tables.flatten(0, 1)),
-            (deltas.masks, masks),
+            (deltas.masks, self._sampler.masks),
         )
         if deltas.copies is not None:
             assert self._attention is not None
@@ -396,10 +389,12 @@ class Runner:
                 self._mask(step, staging)
                 self.graphs.run(key, self._decode_work)
             else:
-                self._make_late_room(size)
+                if size > len(self._late_logits):
+                    self.graphs.clear_late()
+                    self._late_logits = self._late_logits.new_zeros(1 << (size - 1).bit_length(), self._vocab_size)
                 self.graphs.run(GraphKey(size, Features(), is_late=True), self._forward_work)
                 self._mask(step, staging)
-                self._accelerator.enqueue(self._sample_work(key))
+                self._accelerator.enqueue(self._sample_decodes, key, self._late_logits[:size])
             return self._out
         # Memory of its own: the last graph's words may be on their way to the host still.
         out = torch.empty(max(step.sizes.num_words, 1), dtype=torch.int32, device=self._accelerator.device)
@@ -430,10 +425,6 @@ class Runner:
         assert self._decoder is not None
         return self._decoder.logits(*self._forward(size, size, size, None, self._max_model_len))
 
-    def _sample_work(self, key: GraphKey) -> Work:
-        """The second part."""
-        return lambda: self._sample_decodes(key, self._late_logits[: key.size])
-
     def _sample_decodes(self, key: GraphKey, logits: Tensor) -> None:
         size, fixed = key.size, self._fixed
         out = DeviceOutputs(self._out, OutputSizes(size, key.features.num_top))
@@ -445,11 +436,6 @@ class Runner:
             samples[:num_samples], fixed.sample_of_row, scored_rows[:num_samples], fixed.kept[:num_logits],
             fixed.processed_samples,
         )  # fmt: skip
-
-    def _make_late_room(self, size: int) -> None:
-        if size > len(self._late_logits):
-            self.graphs.clear_late()
-            self._late_logits = self._late_logits.new_zeros(1 << (size - 1).bit_length(), self._vocab_size)
 
     def _mask(self, step: Step, staging: PinnedBuffers) -> None:
         """Bring the masks of the rows that have grammars, which wait for the tokens before: not on the device, which
