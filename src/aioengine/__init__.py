@@ -10,6 +10,7 @@ async with Engine() as engine:
 
 from __future__ import annotations
 
+from aioengine.core.executor_makers import EXECUTOR_MAKERS
 from aioengine.frontend.clients import CLIENT_MAKERS
 
 __version__ = "0.1.0"
@@ -124,5 +125,12 @@ def _make_blocking_openai_client(llm: LLM, **options: Any) -> Any:
     return blocking_client(llm, **options)
 
 
+def _import_torch_executor() -> Any:
+    from aioengine.executor.torch_executor import TorchExecutor
+
+    return TorchExecutor.start
+
+
+EXECUTOR_MAKERS["torch"] = _import_torch_executor
 # `Engine` and `LLM` have methods that make these clients, and stand on lower floors than the clients' modules.
 CLIENT_MAKERS.update({"openai": _make_openai_client, "blocking openai": _make_blocking_openai_client})

@@ -25,9 +25,9 @@ from aioengine.core import control as c
 from aioengine.core.control import AnyControl, PauseMode, SleepLevel, WakeTag, WeightDtype
 from aioengine.core.executor_protocol import Executor, ExecutorInfo
 from aioengine.core.health import Health
+from aioengine.core.in_process import InProcess
 from aioengine.core.protocol import Backend, Cluster, CoreHooks, ReplicaStatus
 from aioengine.errors import ConfigError, EngineClosed, InvalidRequest
-from aioengine.executor.in_process import InProcess
 from aioengine.frontend.call import Call, ChatMessage, Prompt, PromptDict, make_id
 from aioengine.frontend.call_options import CallKeywords, CallOptions, lists_keywords
 from aioengine.frontend.clients import CLIENT_MAKERS

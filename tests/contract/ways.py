@@ -12,8 +12,8 @@ from contract import fakes
 
 from aioengine import Engine, EngineConfig
 from aioengine.config import ProcessOptions
+from aioengine.core.in_process import InProcess
 from aioengine.core.protocol import CoreHooks
-from aioengine.executor.in_process import InProcess
 from aioengine.processes.worker_threads import TextWorker
 from aioengine.transport.addresses import PrivateFolder
 from aioengine.transport.server import EngineServer

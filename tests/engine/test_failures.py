@@ -14,8 +14,8 @@ import anyio
 import pytest
 
 from aioengine import EngineClosed, EngineDead, InternalError, StepFailed
+from aioengine.core import in_process
 from aioengine.core.executor_protocol import DeviceLost
-from aioengine.executor import in_process
 
 pytestmark = pytest.mark.usefixtures("quiet_log")
 

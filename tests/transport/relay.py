@@ -12,11 +12,11 @@ from integrity import check_integrity
 from waiting import Tasks, until
 
 from aioengine import Engine, EngineConfig
+from aioengine.core.in_process import InProcess
 from aioengine.core.listener import Conditions, Listener, SampledLogprobs
 from aioengine.core.observers import Observers, UserCode
 from aioengine.core.protocol import ClusterHooks, CoreHooks, InFlightSequence
 from aioengine.errors import AioEngineError, EngineDead
-from aioengine.executor.in_process import InProcess
 from aioengine.models.folder import ModelFolder
 from aioengine.outputs.metrics import StepRecord
 from aioengine.processes.progress import OnProgress

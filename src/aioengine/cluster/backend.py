@@ -19,9 +19,9 @@ from aioengine.cluster.lockstep_launcher import LockstepLauncher
 from aioengine.cluster.replica import Replica, ReplicaState, Shared, for_each
 from aioengine.cluster.reservation import Reservation
 from aioengine.config import EngineConfig, ProcessOptions, ReplicaOptions
+from aioengine.core.in_process import clock_of
 from aioengine.core.protocol import Cluster, CoreHooks, ReplicaStatus
 from aioengine.errors import AioEngineError, ConfigError, EngineClosed, EngineDead, InvalidRequest
-from aioengine.executor.in_process import clock_of
 from aioengine.models.folder import ModelFolder
 from aioengine.processes.progress import OnProgress
 from aioengine.transport.addresses import PrivateFolder, pair_in

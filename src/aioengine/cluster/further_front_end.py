@@ -16,9 +16,9 @@ from aioengine.cluster.cluster_core import ClusterCore
 from aioengine.cluster.replica import Replica, ReplicaState, Shared, for_each
 from aioengine.cluster.reservation import Reservation
 from aioengine.config import EngineConfig, ReplicaOptions
+from aioengine.core.in_process import clock_of
 from aioengine.core.protocol import Cluster, CoreHooks, ReplicaStatus
 from aioengine.errors import AioEngineError, EngineClosed, EngineDead, WireError
-from aioengine.executor.in_process import clock_of
 from aioengine.models.folder import ModelFolder
 from aioengine.processes.progress import OnProgress
 from aioengine.transport import wire

@@ -24,9 +24,9 @@ import msgspec
 from aioengine.cluster.launchers import Launcher
 from aioengine.cluster.ray_actor import Introduction, ReplicaActor
 from aioengine.config import EngineConfig, ProcessOptions, ReplicaOptions
+from aioengine.core.in_process import find
 from aioengine.core.protocol import CoreHooks
 from aioengine.errors import ConfigError, EngineDead
-from aioengine.executor.in_process import find
 from aioengine.models.folder import ModelFolder
 from aioengine.processes.progress import OnProgress
 from aioengine.processes.worker_threads import run_abandonable

@@ -20,9 +20,9 @@ import zmq
 
 from aioengine.config import EngineConfig, ProcessOptions
 from aioengine.core.executor_protocol import LockstepPlace
+from aioengine.core.in_process import clock_of, find
 from aioengine.core.protocol import CoreHooks
 from aioengine.errors import AioEngineError, ConfigError, EngineDead, InvalidRequest
-from aioengine.executor.in_process import clock_of, find
 from aioengine.models.folder import ModelFolder
 from aioengine.processes.child import Child
 from aioengine.processes.progress import OnProgress

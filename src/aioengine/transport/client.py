@@ -20,11 +20,11 @@ from aioengine.config import EngineConfig
 from aioengine.core.control import WAKE_TAGS, AnyControl, Resume, Sleep, StartWave, WakeUp
 from aioengine.core.engine_core import PUBLISH_SLICE, closed_early
 from aioengine.core.health import Beat, Health, dead, judge
+from aioengine.core.in_process import clock_of
 from aioengine.core.listener import UNLIMITED, Conditions, Endings, Listener, SampledLogprobs
 from aioengine.core.observers import Observers, UserCode
 from aioengine.core.protocol import CoreHooks, InFlightSequence
 from aioengine.errors import AioEngineError, EngineClosed, EngineDead, WireError, describe
-from aioengine.executor.in_process import clock_of
 from aioengine.outputs import FinishReason
 from aioengine.outputs.metrics import StepRecord
 from aioengine.processes.turns import sleep_on_time, turns_here

@@ -14,9 +14,9 @@ import anyio
 from aioengine.core.control import TASKS
 from aioengine.core.engine_core import EngineCore
 from aioengine.core.executor_protocol import Executor, LockstepPlace
+from aioengine.core.in_process import InProcess
 from aioengine.core.protocol import CLOSE_DEADLINE_S, CoreHooks
 from aioengine.errors import ConfigError, EngineDead
-from aioengine.executor.in_process import InProcess
 from aioengine.processes.own_process import asked_by_signals
 from aioengine.processes.progress import LOADING, OnProgress
 from aioengine.processes.worker_threads import TextWorker

@@ -10,8 +10,8 @@ from anyio.abc import SocketAttribute, SocketStream
 
 from aioengine.config import EngineConfig
 from aioengine.core.executor_protocol import Executor
+from aioengine.core.in_process import InProcess
 from aioengine.core.protocol import CoreHooks
-from aioengine.executor.in_process import InProcess
 from aioengine.processes.worker_threads import TextWorker
 from aioengine.transport.security import ServerKeys
 from aioengine.transport.server import EngineServer

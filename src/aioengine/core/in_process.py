@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import time
 from asyncio import AbstractEventLoop, get_running_loop
@@ -14,6 +13,7 @@ from typing import Any, TypeVar
 
 from aioengine.config import EngineConfig
 from aioengine.core.engine_core import EngineCore
+from aioengine.core.executor_makers import EXECUTOR_MAKERS
 from aioengine.core.executor_protocol import Executor, ExecutorInfo
 from aioengine.core.grammars import Grammars
 from aioengine.core.named_functions import load_processors
@@ -58,8 +58,8 @@ class InProcess:
         processors = await self._hooks.worker.run(load_processors, None, self._config.logits_processors)
         if self._executor is None:
             # Importing torch takes a second: not on the loop.
-            module = await self._hooks.worker.run(importlib.import_module, None, "aioengine.executor.torch_executor")
-            self._executor = await module.TorchExecutor.start(self._files, self._config, on_progress=on_progress)
+            start = await self._hooks.worker.run(EXECUTOR_MAKERS["torch"], None)
+            self._executor = await start(self._files, self._config, on_progress=on_progress)
             assert self._executor is not None
         elif use_model := getattr(self._executor, "use_model", None):
             await self._hooks.worker.run(use_model, None, self._files)
