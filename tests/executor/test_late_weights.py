@@ -20,7 +20,6 @@ from aioengine.errors import ConfigError, InvalidRequest, ModelLoadError
 from aioengine.executor import weights as weights_module
 from aioengine.executor.torch_executor import TorchExecutor
 from aioengine.models.checkpoint import EMBEDDING, SINGLE_FILE
-from aioengine.models.loader import Placement
 from doubles.fake_accelerator import FakeAccelerator
 
 BOTH = frozenset(("weights", "kv_cache"))
@@ -145,7 +144,7 @@ async def test_with_the_weights_awake_and_the_cache_asleep_they_are_replaced_in_
 async def test_the_weights_go_to_page_locked_memory_and_back_to_the_device(checkpoint: Checkpoint) -> None:
     async with started(checkpoint("llama2")) as executor:
         expected = await greedy_tokens(executor)
-        device_of(executor).weights._placement = Placement(torch.device("cuda", 0))
+        device_of(executor).weights._device = torch.device("cuda", 0)
         (num_parameters,) = await executor.apply_model(lambda decoder: len(list(decoder.parameters())))
         with memory_for(num_parameters) as asked:
             await executor.perform(Sleep(1))

@@ -28,7 +28,7 @@ from aioengine.kernels.operations import plain_torch
 from aioengine.models.checkpoint import FILE_DTYPES
 from aioengine.models.folder import DEMO_MODEL, ModelFolder
 from aioengine.models.formats.gguf_file import BLOCKS
-from aioengine.models.loader import Placement, load_decoder
+from aioengine.models.loader import load_decoder
 
 MEMORY = 2**26
 
@@ -44,7 +44,7 @@ def test_weights_take_as_many_bytes_as_is_said(
     folder = checkpoint(family, vocab_size=391)
     config = EngineConfig(model=str(folder), dtype=dtype, quantization=quantization, device="cpu")
     said = read_model_info(config)
-    decoder = load_decoder(ModelFolder.read(folder), config, placement=Placement(operations=native))  # type: ignore[arg-type]
+    decoder = load_decoder(ModelFolder.read(folder), config, operations=native)  # type: ignore[arg-type]
     assert said.weight_bytes == decoder.weight_bytes
     assert said.num_parameters == sum(torch.Size(shape).numel() for shape in decoder.shapes().values())
     assert said.dtype == dtype
@@ -81,7 +81,7 @@ def assert_quantised_weights_are_as_said(folder: Path, tolerance: float = 0.0) -
     for operations, device in ((native, "cpu"), (plain_torch, "cuda")):
         config = EngineConfig(model=str(folder), device=device)
         said = read_model_info(config, memory_bytes=MEMORY)
-        decoder = load_decoder(ModelFolder.read(folder), config, placement=Placement(operations=operations))
+        decoder = load_decoder(ModelFolder.read(folder), config, operations=operations)
         assert said.weight_bytes == pytest.approx(decoder.weight_bytes, rel=tolerance)
         assert sum(each.file_bytes for each in said.formats) <= sum(
             file.stat().st_size for file in ([folder] if folder.is_file() else folder.glob("model*"))
@@ -95,7 +95,7 @@ def test_a_gpu_keeps_weights_as_plain_torch_does(checkpoint: Callable[..., Path]
     folder = checkpoint("qwen3", vocab_size=391)
     config = EngineConfig(model=str(folder), device="cuda")
     said = read_model_info(config, memory_bytes=MEMORY)
-    decoder = load_decoder(ModelFolder.read(folder), config, placement=Placement(operations=plain_torch))
+    decoder = load_decoder(ModelFolder.read(folder), config, operations=plain_torch)
     assert said.weight_bytes == decoder.weight_bytes
     assert said.device == "cuda"
     room = int(0.9 * MEMORY) - said.weight_bytes

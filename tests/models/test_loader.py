@@ -22,7 +22,7 @@ from aioengine.kernels.packed_weight import PackedWeight
 from aioengine.models.checkpoint import EMBEDDING, HEAD, INDEX_FILE, SINGLE_FILE
 from aioengine.models.decoder import Decoder, Linear
 from aioengine.models.folder import ModelFolder
-from aioengine.models.loader import LoadStopped, Placement, load_decoder
+from aioengine.models.loader import LoadStopped, load_decoder
 from doubles.flipped_operations import FlippedOperations, flipped_operations
 from tests.checkpoints import READ_HERE
 
@@ -41,7 +41,7 @@ def load(
     return load_decoder(
         ModelFolder.read(folder),
         EngineConfig(**config),
-        placement=Placement(operations=operations),
+        operations=operations,
         on_progress=on_progress,
         should_stop=should_stop,
     )

@@ -40,7 +40,7 @@ from aioengine.kernels.native.parts import parts_of
 from aioengine.models.folder import ModelFolder
 from aioengine.models.formats.catalogue import is_quantised
 from aioengine.models.implementations import load_model, read_model_config
-from aioengine.models.loader import LoadStopped, Placement
+from aioengine.models.loader import LoadStopped
 from aioengine.processes.progress import LOADING, OnProgress
 from aioengine.scheduler.plan import StepPlan, StepResult
 
@@ -173,7 +173,8 @@ class Device:
             is_in_folder=config.load_format != "dummy",
             on_progress=report,
             should_stop=should_stop,
-            placement=Placement(accelerator.device, accelerator.operations),
+            device=accelerator.device,
+            operations=accelerator.operations,
             is_elsewhere=not accelerator.is_host,
         )
         decoder = self.weights.decoder

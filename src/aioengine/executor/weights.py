@@ -6,24 +6,24 @@ from collections.abc import Callable, Iterable
 from functools import cached_property
 from pathlib import Path
 
-import msgspec
 import torch
 from torch import Tensor
 
 from aioengine.core.executor_protocol import weights_asleep, weights_came_as_tensors
 from aioengine.errors import InvalidRequest, ModelLoadError
 from aioengine.executor.weight_transfer import StagedTensor, WeightTransfer
+from aioengine.kernels.operations import Operations, plain_torch
 from aioengine.models.checkpoint import FILE_DTYPES
 from aioengine.models.decoder import Decoder
 from aioengine.models.folder import ModelFolder, is_gguf
 from aioengine.models.implementations import loader_of
-from aioengine.models.loader import ON_CPU, Placement, check_kept_alike
+from aioengine.models.loader import CPU, LoadOptions, check_kept_alike
 from aioengine.models.model import Model
 from aioengine.models.saver import save_checkpoint
 from aioengine.processes.progress import OnProgress
 
 Load = Callable[..., Model]
-"""Makes a decoder from placement, on_progress and should_stop, as `load_model` takes them; blocks."""
+"""Makes a decoder by the options of `LoadOptions`, as `load_model` takes them; blocks."""
 
 
 class Weights:
@@ -33,7 +33,7 @@ class Weights:
         load: makes the decoder, now and after `discard`.
         folder: holds the model's config and tokenizer, for `save`.
         is_in_folder: whether the weights are in ``folder``, too, to be read from there after `discard`.
-        placement: the decoder's device and operations.
+        device, operations: the decoder's.
         is_elsewhere: whether that device's memory is not the host's.
         should_stop: polled by long operations, which then raise LoadStopped.
 
@@ -53,17 +53,18 @@ class Weights:
         is_in_folder: bool,
         on_progress: OnProgress,
         should_stop: Callable[[], bool],
-        placement: Placement = ON_CPU,
+        device: torch.device = CPU,
+        operations: Operations = plain_torch,
         is_elsewhere: bool = False,
     ) -> None:
         self._folder = folder
-        self._placement = placement
+        self._device, self._operations = device, operations
         self.is_elsewhere = is_elsewhere
         self._is_away = False
         self._should_stop = should_stop
         self._came_as_tensors = False
         self.is_torn = False
-        decoder = load(placement=placement, on_progress=on_progress, should_stop=should_stop)
+        decoder = load(device=device, operations=operations, on_progress=on_progress, should_stop=should_stop)
         self.config = decoder.config
         self._shapes, self._ties = decoder.shapes(), decoder.ties()
         self._quantization = decoder.quantization
@@ -87,8 +88,7 @@ class Weights:
             raise weights_came_as_tensors()
         if self.decoder is not None:
             # Not the operations of the start, if native kernels were compiled since.
-            operations = self.decoder.operations
-            self._placement = msgspec.structs.replace(self._placement, operations=operations)
+            self._operations = self.decoder.operations
         self.decoder = None
 
     def move_away(self) -> None:
@@ -100,7 +100,7 @@ class Weights:
         if self.decoder is None or not self.is_elsewhere or self._is_away:
             return
         try:
-            self.decoder.move(torch.device("cpu"), is_pinned=self._placement.device.type == "cuda")
+            self.decoder.move(torch.device("cpu"), is_pinned=self._device.type == "cuda")
         except MemoryError as error:
             raise InvalidRequest(
                 f"sleep at level 1 keeps the weights in the host's memory, which has no room: {error}. Free some of "
@@ -119,7 +119,7 @@ class Weights:
         if self.decoder is not None:
             if self._is_away:
                 try:
-                    self.decoder.move(self._placement.device)
+                    self.decoder.move(self._device)
                 except MemoryError as error:
                     raise ModelLoadError(
                         f"the weights stay in the host's memory, since there is no room: {error}. Free some of the "
@@ -128,7 +128,7 @@ class Weights:
                 self._is_away = False
             return
         self._is_away = False
-        self.decoder = self._read(self._source, self._placement)
+        self.decoder = self._read(self._source, self._device, self._operations)
         self.is_torn = False
 
     def update(self, folder: Path) -> None:
@@ -142,19 +142,18 @@ class Weights:
             loader_of(self.config).check_weights(source, self.config)
         else:
             # Read and checked in full before the first is replaced: a GPU has no room for both beside its KV cache.
-            read = self._read(source, Placement(operations=self.decoder.operations))
+            read = self._read(source, CPU, self.decoder.operations)
             if isinstance(self.decoder, Decoder) and isinstance(read, Decoder):
                 check_kept_alike(self.decoder, read)
             self._fill(zip(self.decoder.weights(), read.weights(), strict=True))
         self._source = source
         self._came_as_tensors = self.is_torn = False
 
-    def _read(self, source: Path | None, placement: Placement) -> Model:
+    def _read(self, source: Path | None, device: torch.device, operations: Operations) -> Model:
+        options: LoadOptions = {"device": device, "operations": operations, "should_stop": self._should_stop}
         if source is None:
-            return self._load(placement=placement, on_progress=lambda *_: None, should_stop=self._should_stop)
-        made: Model = loader_of(self.config).load_weights(
-            source, self.config, quantization=self._quantization, placement=placement, should_stop=self._should_stop
-        )
+            return self._load(**options, on_progress=lambda *_: None)
+        made: Model = loader_of(self.config).load_weights(source, self.config, self._quantization, **options)
         return made
 
     def commit(self, transfer: str) -> None:

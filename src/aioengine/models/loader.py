@@ -36,23 +36,9 @@ HARMLESS = re.compile(r"\.rotary_emb\.inv_freq$")
 ROPE_BYTES = 20
 """Bytes of the rotations, for each position and number of a head, while their table is made."""
 
+CPU = torch.device("cpu")
 DUMMY_SEED = 0
 DUMMY_RANGE = 0.05
-
-
-class Placement(msgspec.Struct, frozen=True):
-    """Where a decoder's weights go.
-
-    Attributes:
-        device: the device of its tensors.
-        operations: the operations that they are packed for.
-    """
-
-    device: torch.device = torch.device("cpu")
-    operations: Operations = plain_torch
-
-
-ON_CPU = Placement()
 
 
 class LoadStopped(Exception):
@@ -62,7 +48,8 @@ class LoadStopped(Exception):
 class LoadOptions(TypedDict, total=False):
     """Arguments of `Load`, as functions that load take them."""
 
-    placement: Placement
+    device: torch.device
+    operations: Operations
     on_progress: Callable[[int, int], None] | None
     should_stop: Callable[[], bool]
 
@@ -71,17 +58,20 @@ class Load:
     """A load of weights that is under way.
 
     Args:
+        device: of the weights.
+        operations: the operations that they are packed for.
         on_progress: called with (bytes done, bytes of all tensors), from (0, all) to (all, all), from any thread.
         should_stop: asked between tensors.
     """
 
     def __init__(
         self,
-        placement: Placement = ON_CPU,
+        device: torch.device = CPU,
+        operations: Operations = plain_torch,
         on_progress: Callable[[int, int], None] | None = None,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
-        self.placement = placement
+        self.device, self.operations = device, operations
         self._on_progress = on_progress
         self._should_stop = should_stop
         self._done = self._total = 0
@@ -218,10 +208,10 @@ def _read(stored: dict[str, Stored], config: DecoderConfig, quantization: Quanti
     tensors = checkpoint_tensors(config, stored)
     wanted = match(stored, tensors, tied=config.tie_word_embeddings)
     coded = coded_parameters(wanted, tensors, quantization)
-    decoder = _allocate(config, load.placement, quantization, coded)
+    decoder = _allocate(config, load.device, quantization, coded)
 
     def fill(name: str, files: Files) -> int:
-        tensor, device = tensors[name], load.placement.device
+        tensor, device = tensors[name], load.device
         linear, values = decoder.linear_of(tensor.parameter), tensor.arrange(wanted[name].read(files))
         if linear is not None and tensor.parameter.endswith(".weight") and linear.weight.is_meta:
             # A dense tensor beside codes may be a view of the file.
@@ -242,9 +232,9 @@ def _read(stored: dict[str, Stored], config: DecoderConfig, quantization: Quanti
 
 
 def _with_noise(config: DecoderConfig, quantization: Quantization | None, load: Load) -> Decoder:
-    decoder, tensors = _allocate(config, load.placement, quantization), checkpoint_tensors(config)
+    decoder, tensors = _allocate(config, load.device, quantization), checkpoint_tensors(config)
     # Made on their device: 8 billion values take a CPU a minute, and a GPU some ms.
-    generator = torch.Generator(load.placement.device).manual_seed(DUMMY_SEED)
+    generator = torch.Generator(load.device).manual_seed(DUMMY_SEED)
 
     def fill(name: str, _: Files) -> int:
         values = tensors[name].of(decoder.get_parameter(tensors[name].parameter))
@@ -278,8 +268,8 @@ def _fill(
         for linear in dict.fromkeys(decoder.linear_of(tensors[name].parameter) for name in names):
             if linear is not None:
                 load.stop_if_asked()
-                linear.pack(load.placement.operations)
-    decoder.use(load.placement.operations)
+                linear.pack(load.operations)
+    decoder.use(load.operations)
 
 
 def _describe(decoder: Decoder, tensors: dict[str, CheckpointTensor], wanted: dict[str, Stored]) -> str:
@@ -372,17 +362,17 @@ def is_zero_bias(stored: Stored) -> bool:
 
 
 def _allocate(
-    config: DecoderConfig, placement: Placement, quantization: Quantization | None, coded: Container[str] = ()
+    config: DecoderConfig, device: torch.device, quantization: Quantization | None, coded: Container[str] = ()
 ) -> Decoder:
     rope_bytes = config.max_model_len * config.head_dim * ROPE_BYTES * len({*config.ropes} - {None})
-    if placement.device.type == "cpu" and rope_bytes > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2:
+    if device.type == "cpu" and rope_bytes > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2:
         raise ConfigError(
             f"the rotations of max_model_len={config.max_model_len} positions take {rope_bytes} bytes, more than half "
             "of this machine's memory: set max_model_len to less (absent, it is config.json's max_position_embeddings)"
         )
     try:
         decoder = Decoder(config, quantization)
-        decoder.allocate(placement.device, coded)
+        decoder.allocate(device, coded)
         return decoder
     except RuntimeError as error:
         raise ModelLoadError(f"no memory for the weights that config.json describes: {error}") from error

@@ -164,10 +164,10 @@ def _load(config: TransformersConfig, catalogue: dict[str, Stored], load: Load) 
     model.config.pad_token_id = None  # or each step would look for padding
     model.requires_grad_(False)
     made = TransformersModel(config, model)
-    if load.placement.device.type != "cpu":
-        made.move(load.placement.device)
-    made.use(load.placement.operations)
-    _check_head(made, load.placement.device)
+    if load.device.type != "cpu":
+        made.move(load.device)
+    made.use(load.operations)
+    _check_head(made, load.device)
     return made
 
 
