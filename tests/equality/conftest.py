@@ -304,15 +304,12 @@ def tokens_of(output: RequestOutput) -> list[list[int]]:
     return [completion.token_ids for completion in output.outputs]
 
 
-def save_tokenizer(folder: Path, tokens: dict[int, str], *, of_words: bool = False) -> None:
-    """Save a tokenizer of these tokens behind the special ones; ``of_words``, its decoder puts a space between them."""
+def save_tokenizer(folder: Path, tokens: dict[int, str]) -> None:
+    """Save a tokenizer of these tokens behind the special ones."""
     specials = ["<pad>", "<s>", "</s>"]
     vocab = {token: token_id for token_id, token in enumerate([*specials, *tokens.values()])}
-    if of_words:
-        tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<pad>"))
-    else:
-        tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-        tokenizer.decoder = decoders.Fuse()
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens(specials)
     transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>"

@@ -2,8 +2,7 @@
 
 Each rule alone, several together, and rules of the caller's own: greedy tokens are those of transformers' ``generate``
 with the same rules. Log-probabilities, of outputs and of prompts, are those of its logits before any rule. All of it
-holds however the requests are batched, cut, interrupted and cached. The text is what the tokenizer's decode makes of
-the tokens.
+holds however the requests are batched, cut, interrupted and cached.
 """
 
 from __future__ import annotations
@@ -11,18 +10,15 @@ from __future__ import annotations
 import itertools
 import random
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers
-from checkpoints import EOS, FAMILIES, NUM_SPECIAL, OTHERS, make_checkpoint
+from checkpoints import EOS, FAMILIES, NUM_SPECIAL, OTHERS
 from equality.conftest import (
     LOGPROB_TOLERANCE,
     SEED,
     SETTINGS,
-    VOCAB_SIZE,
     Case,
     Cases,
     Counted,
@@ -31,8 +27,6 @@ from equality.conftest import (
     character_of,
     check_lines,
     random_ids,
-    save_tokenizer,
-    starting,
     tokens_of,
 )
 from nightly import few, nightly
@@ -421,73 +415,3 @@ async def test_the_device_computes_what_the_requests_need_and_nothing_more(
             )
             assert sum(output.num_cached_tokens for output in outputs) > 0, "equal prompts share a prefix"
             assert round_.num_computed_tokens == needed
-
-
-# Text
-
-
-class Said:
-    """A model that says what it is told, and its own tokenizer by transformers."""
-
-    def __init__(self, folder: Path) -> None:
-        self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-
-    def encode(self, text: str) -> list[int]:
-        return list(self.tokenizer.encode(text, add_special_tokens=False))
-
-    def decode(self, token_ids: list[int], *, is_skipped: bool = False) -> str:
-        return str(self.tokenizer.decode(token_ids, clean_up_tokenization_spaces=False, skip_special_tokens=is_skipped))
-
-    def params(self, ids: list[int], **params: Any) -> dict[str, Any]:
-        def say(logits: torch.Tensor, rows: list[LogitsRow]) -> None:
-            for line, row in zip(logits, rows, strict=True):
-                line[torch.arange(len(line)) != ids[len(row.output_token_ids)]] = -torch.inf
-
-        return {"prompt": [5], "logits_processors": [say], "max_tokens": len(ids), "ignore_eos": True, **params}
-
-
-@pytest.mark.nightly
-async def test_the_text_is_the_tokenizers_decode_up_to_the_stop_or_behind_it(tmp_path: Path) -> None:
-    folder = make_checkpoint(tmp_path / "bytes", "qwen3", tokenizer=True)
-    said = Said(folder)
-    fox, naive = said.encode(" a \N{FOX FACE}"), said.encode(" na\N{LATIN SMALL LETTER I WITH DIAERESIS}ve")
-    assert len(fox) > 3, "the fox is one token"
-    # With special tokens, an EOS among them, with half a character before one and another at the end.
-    ids = [1, *said.encode("Once upon a time"), *fox, 1, 1, *naive, *fox[:-2], EOS, *said.encode(" there was")]
-    ids += [EOS, EOS, *naive, *fox[:-1]]
-    assert said.decode(ids) != said.decode(ids, is_skipped=True), "there are no special tokens"
-    async with starting(folder, max_model_len=None) as engine:
-        [bare] = (await engine.generate(**said.params(ids, detokenize=False, logprobs=1))).outputs
-        assert (bare.text, bare.token_ids) == ("", ids)
-        assert {found.decoded_token for line in bare.logprobs or [] for found in line.values()} == {None}
-        for is_skipped, is_included in itertools.product((True, False), repeat=2):
-            shown = {"skip_special_tokens": is_skipped, "include_stop_str_in_output": is_included}
-            for num_tokens in [*range(1, len(ids), 3), len(ids)]:
-                output = await engine.generate(**said.params(ids[:num_tokens]), **shown)
-                assert output.text == said.decode(ids[:num_tokens], is_skipped=is_skipped)
-            whole = output.text
-            for stop in ("n a ti", "\N{FOX FACE}", "ve a \N{REPLACEMENT CHARACTER}", "there"):
-                output = await engine.generate(**said.params(ids, stop=[stop, "never said"]), **shown)
-                assert output.text == whole[: whole.index(stop) + (len(stop) if is_included else 0)]
-                assert output.outputs[0].stop_reason == stop
-                assert len(output.outputs[0].token_ids) < len(ids)
-            for params, stop_id in (({"ignore_eos": False}, EOS), ({"stop_token_ids": [ids[3]]}, ids[3])):
-                output = await engine.generate(**said.params(ids, **params), **shown)
-                num_tokens = ids.index(stop_id) + 1
-                assert output.outputs[0].token_ids == ids[:num_tokens], "with what ended it"
-                assert output.text == said.decode(ids[: num_tokens - (not is_included)], is_skipped=is_skipped)
-                assert output.outputs[0].finish_reason == "stop"
-
-
-async def test_special_tokens_side_by_side_are_joined_on_demand(tmp_path: Path) -> None:
-    folder = make_checkpoint(tmp_path, "qwen3")
-    save_tokenizer(folder, {token_id: f"w{token_id}" for token_id in range(NUM_SPECIAL, VOCAB_SIZE)}, of_words=True)
-    said, ids = Said(folder), [5, 1, 0, 7, EOS, EOS, EOS, 9, 8, 1, 1]
-    async with starting(folder, max_model_len=None) as engine:
-        for is_spaced, text in (
-            (True, said.decode(ids)),
-            (False, "w5 <s><pad> w7 </s></s></s> w9 w8 <s><s>"),
-        ):
-            shown = {"skip_special_tokens": False, "spaces_between_special_tokens": is_spaced}
-            assert (await engine.generate(**said.params(ids), **shown)).text == text
-    assert said.decode(ids) == "w5 <s> <pad> w7 </s> </s> </s> w9 w8 <s> <s>"
