@@ -143,9 +143,9 @@ async def test_a_compiler_that_fails_is_told_of_once_and_costs_nothing_but_time(
         await begun
         await assert_right(engine, DEMO_MODEL, PROMPTS[2:])
         assert await layouts(engine) == {"rows"}
-    (told,) = [record.message for record in caplog.records if "native" in record.message]
-    assert told.startswith("no native kernels, so that steps are slow")
-    assert ("numba knows no such processor" in told) == (outcome == "raises")
+    (message,) = [record.message for record in caplog.records if "native" in record.message]
+    assert message.startswith("no native kernels, so that steps are slow")
+    assert ("numba knows no such processor" in message) == (outcome == "raises")
 
 
 async def test_where_nothing_can_be_kept_kernels_are_compiled_for_the_engine_alone(

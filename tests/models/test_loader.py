@@ -114,23 +114,27 @@ def test_dummy_weights_need_no_files_and_are_always_the_same(copied: Copied) -> 
 def test_progress_climbs_from_nothing_to_everything_unless_it_is_stopped(
     checkpoint: Checkpoint, load_format: str, shards: int
 ) -> None:
-    folder, told = checkpoint("llama2", shards=shards), list[tuple[int, int]]()
-    decoder = load(folder, lambda *progress: told.append(progress), load_format=load_format)
-    done = [progress[0] for progress in told]
-    assert {total for _, total in told} == {decoder.weight_bytes} == {done[-1]}
+    folder, reports = checkpoint("llama2", shards=shards), list[tuple[int, int]]()
+    decoder = load(folder, lambda *progress: reports.append(progress), load_format=load_format)
+    done = [progress[0] for progress in reports]
+    assert {total for _, total in reports} == {decoder.weight_bytes} == {done[-1]}
     assert done[0] == 0
     assert all(a < b for a, b in itertools.pairwise(done))
     assert len(done) > 20
-    told.clear()
+    reports.clear()
     with pytest.raises(LoadStopped):
-        load(folder, lambda *p: told.append(p), lambda: len(told) > 3, load_format=load_format)
-    assert len(told) == 4
+        load(folder, lambda *p: reports.append(p), lambda: len(reports) > 3, load_format=load_format)
+    assert len(reports) == 4
 
 
 def test_loading_stops_while_packing_too(checkpoint: Checkpoint) -> None:
-    told: list[tuple[int, int]] = []
+    reports: list[tuple[int, int]] = []
     with pytest.raises(LoadStopped):
-        load(checkpoint("llama2"), lambda *p: told.append(p), lambda: bool(told) and told[-1][0] == told[-1][1])
+        load(
+            checkpoint("llama2"),
+            lambda *p: reports.append(p),
+            lambda: bool(reports) and reports[-1][0] == reports[-1][1],
+        )
 
 
 def held_open(folder: Path) -> list[str]:
@@ -174,15 +178,15 @@ def test_a_tied_head_may_be_saved_beside_the_embedding_or_in_its_place(copied: C
 
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
 def test_each_matrix_is_packed_before_the_next_is_read(checkpoint: Checkpoint, load_format: str) -> None:
-    folder, told, packed_at = checkpoint("llama2"), [0], list[int]()
+    folder, reports, packed_at = checkpoint("llama2"), [0], list[int]()
 
     def pack(*arguments: Any) -> PackedWeight:
-        packed_at.append(told[-1])
+        packed_at.append(reports[-1])
         return flipped_operations.pack(*arguments)
 
     operations: Any = FlippedOperations()
     operations.pack = pack
-    decoder = load(folder, lambda done, _: told.append(done), load_format=load_format, operations=operations)
+    decoder = load(folder, lambda done, _: reports.append(done), load_format=load_format, operations=operations)
     embedding_bytes = decoder.embedding.weight.nbytes
     ends = [embedding_bytes, 2 * embedding_bytes + decoder.norm.nbytes]
     for layer in decoder.layers:

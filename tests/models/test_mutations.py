@@ -25,18 +25,18 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def outcomes(work: Path, first: int, last: int) -> Iterator[tuple[str, str]]:
-    """(what was done to a folder, how the engine's start ended) of each; a process that hangs or dies is told, too."""
+    """(what was done to a folder, how the engine's start ended) of each, also of one that hangs or dies."""
     number = first
     while number < last:
         command = [sys.executable, "-W", "ignore", PROGRAM, str(work), str(SEED), str(number), str(last)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
             what = f"number {number}"
             for line in _lines(process):
-                said = json.loads(line)
-                if "what" in said:
-                    what, number = f"seed {SEED + said['number']}, {said['what']}", said["number"] + 1
+                record = json.loads(line)
+                if "what" in record:
+                    what, number = f"seed {SEED + record['number']}, {record['what']}", record["number"] + 1
                 else:
-                    yield what, said["how"]
+                    yield what, record["how"]
                     what = ""
             process.kill()
         if what:
@@ -45,7 +45,7 @@ def outcomes(work: Path, first: int, last: int) -> Iterator[tuple[str, str]]:
 
 
 def _lines(process: subprocess.Popen[bytes]) -> Iterator[bytes]:
-    """What it prints; ends with it, or when it has said nothing for `PATIENCE_S`."""
+    """What it prints; ends with it, or when it has printed nothing for `PATIENCE_S`."""
     assert process.stdout is not None
     rest = b""
     with selectors.DefaultSelector() as selector:

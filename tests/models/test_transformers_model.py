@@ -280,16 +280,16 @@ LACKING: dict[str, tuple[str, dict[str, Any], str]] = {
 async def test_what_the_decoder_lacks_goes_by_transformers_and_is_an_error_on_the_native_path(
     checkpoint: Checkpoint, case: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    family, change, said = LACKING[case]
+    family, change, reason = LACKING[case]
     folder, prompt = checkpoint(family, tokenizer=True, **change), prompt_of(6)
     with caplog.at_level("INFO", logger="aioengine"):
         async with starting(folder) as engine:
             assert await tokens_of(engine, prompt) == greedy(folder, prompt)
-    assert f"the native decoder lacks what its config.json describes: {said}" in caplog.text
+    assert f"the native decoder lacks what its config.json describes: {reason}" in caplog.text
     config = EngineConfig(model=str(folder), device="cpu")
     info = await asyncio.to_thread(read_model_info, config, memory_bytes=2**30)
-    assert (info.path, said in info.why) == ("transformers", True)
-    with pytest.raises(ModelLoadError, match=re.escape(said)):
+    assert (info.path, reason in info.why) == ("transformers", True)
+    with pytest.raises(ModelLoadError, match=re.escape(reason)):
         await asyncio.to_thread(read, folder, model_path="native")
 
 

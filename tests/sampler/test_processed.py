@@ -66,25 +66,27 @@ def assert_are_those_of(
     assert lines.index.tolist() == asked
     for line, row in enumerate(asked):
         request = requests[row]
-        expected, told = expected_logprobs(logits[row], request), f"row {row}"
+        expected, label = expected_logprobs(logits[row], request), f"row {row}"
         token, (num_top, vocab) = token_ids[row], (request.sampling.logprobs, logits.shape[1])
-        np.testing.assert_allclose(lines.logprobs[line], expected[token], rtol=2e-6, atol=2e-4, err_msg=told)
-        assert lines.ranks[line] == 1 + (expected > expected[token]).sum(), told
-        assert expected[token] > -np.inf, told
+        np.testing.assert_allclose(lines.logprobs[line], expected[token], rtol=2e-6, atol=2e-4, err_msg=label)
+        assert lines.ranks[line] == 1 + (expected > expected[token]).sum(), label
+        assert expected[token] > -np.inf, label
         top_ids = lines.top_ids[line, : min(num_top, vocab)]
-        assert len(set(top_ids.tolist())) == len(top_ids), told
+        assert len(set(top_ids.tolist())) == len(top_ids), label
         np.testing.assert_allclose(
-            lines.top_logprobs[line, : len(top_ids)], expected[top_ids], rtol=2e-6, atol=2e-4, err_msg=told
+            lines.top_logprobs[line, : len(top_ids)], expected[top_ids], rtol=2e-6, atol=2e-4, err_msg=label
         )
         likeliest = np.sort(expected)[::-1][: len(top_ids)]
-        np.testing.assert_allclose(expected[top_ids], likeliest, rtol=2e-6, atol=2e-4, err_msg=told)
+        np.testing.assert_allclose(expected[top_ids], likeliest, rtol=2e-6, atol=2e-4, err_msg=label)
         if not len(lines.extra_offsets):
             assert not request.sampling.logprob_token_ids
             continue
         extra = slice(*lines.extra_offsets[line : line + 2].tolist())
         extra_ids = lines.extra_ids[extra]
         assert extra_ids.tolist() == list(request.sampling.logprob_token_ids)
-        np.testing.assert_allclose(lines.extra_logprobs[extra], expected[extra_ids], rtol=2e-6, atol=2e-4, err_msg=told)
+        np.testing.assert_allclose(
+            lines.extra_logprobs[extra], expected[extra_ids], rtol=2e-6, atol=2e-4, err_msg=label
+        )
         assert lines.extra_ranks[extra].tolist() == [1 + (expected > value).sum() for value in expected[extra_ids]]
 
 
@@ -208,7 +210,7 @@ def test_logits_of_infinity_and_cold_temperatures_are_no_surprise() -> None:
 
 def test_a_step_without_such_rows_runs_what_it_did() -> None:
     requests = [asking(logprobs=2), asking(temperature=1.0, top_p=0.5, logprobs_mode="processed")]
-    assert Rows(requests, 50).step.features.num_processed == 0, "nobody is told"
+    assert Rows(requests, 50).step.features.num_processed == 0, "no row wants them"
 
 
 @pytest.mark.parametrize("count", [1, 3, 4])

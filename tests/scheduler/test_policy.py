@@ -274,7 +274,7 @@ def test_first_come_is_by_age_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "told"),
+    ("path", "problem"),
     [
         ("nowhere:Policy", "nowhere"),
         ("aioengine.scheduler.policy:Nothing", "Nothing"),
@@ -282,7 +282,7 @@ def test_first_come_is_by_age_alone() -> None:
         (f"{__name__}:Broken", "RuntimeError: no"),
     ],
 )
-def test_what_is_no_policy_is_refused_by_its_path(path: str, told: str) -> None:
-    with pytest.raises(ConfigError, match=told) as caught:
+def test_what_is_no_policy_is_refused_by_its_path(path: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem) as caught:
         make_policy(path)
     assert path in str(caught.value)

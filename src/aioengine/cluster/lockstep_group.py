@@ -85,7 +85,7 @@ class LockstepGroup:
 
     def __init__(self, place: LockstepPlace, on_broken: Callable[[Exception], None]) -> None:
         self.grace_s = GRACE_S
-        self.on_news: Callable[[], None] = lambda: None
+        self.on_change: Callable[[], None] = lambda: None
         self.on_report: Callable[[], None] = lambda: None
         self._waves = RankWaves(place.rank)
         self._on_broken = on_broken
@@ -124,7 +124,7 @@ class LockstepGroup:
             self._waves.on_start(wave)
         except ValueError as error:
             raise InvalidRequest(str(error), param="wave") from error
-        self.on_news()
+        self.on_change()
 
     def on_result(self, outcome: bool | Exception) -> None:
         """A reduction has ended, in one way or another."""
@@ -135,7 +135,7 @@ class LockstepGroup:
             self._end = asyncio.get_running_loop().call_later(GRACE_S, self._on_broken, broken)
         else:
             self._do(self._waves.on_result(outcome))
-        self.on_news()
+        self.on_change()
 
     def _do(self, duty: WaveDuty) -> None:
         if duty is WaveDuty.REPORT:

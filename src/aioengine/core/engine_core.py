@@ -188,7 +188,7 @@ class EngineCore:
     def enter_group(self, lockstep: Lockstep) -> None:
         """Step together with a group from now on; before `run`."""
         self.lockstep = lockstep
-        lockstep.on_news = self._is_changed.set
+        lockstep.on_change = self._is_changed.set
 
     # The loop
 
@@ -206,7 +206,11 @@ class EngineCore:
         await self._endings.report_after(self._run(), lambda: self._end_all(closed_early), self._die_of)
 
     def _die_of(self, cause: BaseException) -> None:
-        self.death = self._make_death(cause)
+        dump = self._describe(cause, self._in_flight[0].plan if self._in_flight else None)
+        reason = cause.__cause__ if isinstance(cause, DeviceLost) and cause.__cause__ is not None else cause
+        self.death = EngineDead(f"the engine cannot go on: {describe(reason)}; start a new one", dump=dump)
+        self.death.__cause__ = cause
+        self._log_failure(logging.CRITICAL, str(self.death), dump)
         self._end_all(self.copy_death)
         self._write_dump(self.death.dump)
 
@@ -736,14 +740,6 @@ class EngineCore:
         self._on_capacity()
         if not is_callers:
             self._write_dump(dump)
-
-    def _make_death(self, cause: BaseException) -> EngineDead:
-        dump = self._describe(cause, self._in_flight[0].plan if self._in_flight else None)
-        reason = cause.__cause__ if isinstance(cause, DeviceLost) and cause.__cause__ is not None else cause
-        death = EngineDead(f"the engine cannot go on: {describe(reason)}; start a new one", dump=dump)
-        death.__cause__ = cause
-        self._log_failure(logging.CRITICAL, str(death), dump)
-        return death
 
     def _log_failure(self, level: int, line: str, dump: str) -> None:
         """Log one line, and the report at DEBUG alone: it has a hundred lines, and logging prints them unasked."""

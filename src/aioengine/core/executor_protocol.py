@@ -181,12 +181,12 @@ class Lockstep(Protocol):
     Attributes:
         grace_s: a core whose step has failed waits so long before it ends: where another engine's death is the cause,
             it is ended from outside, where that is known.
-        on_news: called on the loop when `may_launch` or `is_running` may be another.
+        on_change: called on the loop when `may_launch` or `is_running` may be another.
         on_report: called on the loop when the group needs ``wave`` and ``is_running``, which each beat has.
     """
 
     grace_s: float
-    on_news: Callable[[], None]
+    on_change: Callable[[], None]
     on_report: Callable[[], None]
 
     @property

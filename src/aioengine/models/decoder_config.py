@@ -357,7 +357,7 @@ def read_decoder_config(folder: ModelFolder, *, dtype: str = "auto", max_model_l
         dtype: a name in `DTYPES`, or "auto" for the one that config.json states, else float32.
         max_model_len: the engine's limit; None for the model's.
     Raises:
-        ModelLoadError: config.json is no good, or describes what is not supported; it says what is.
+        ModelLoadError: config.json is no good, or describes what is not supported; the message names what is.
         ConfigError: ``max_model_len`` is more than the model allows.
     """
     try:
@@ -515,7 +515,7 @@ def known_fields(config: dict[str, Any], family: Family) -> ConfigFields | None:
 def _fields_by_transformers(folder: ModelFolder, stated: dict[str, Any], family: Family) -> ConfigFields:
     """
     Args:
-        stated: config.json, or what it says of the text part.
+        stated: config.json, or its part about the text.
     """
     import transformers
 

@@ -69,7 +69,7 @@ def choose_path(folder: ModelFolder, config: EngineConfig) -> PathChoice:
     if lacks is not None:
         why = f"the native decoder lacks what its config.json describes: {lacks}"
     else:
-        why = "model_path says so" if is_native else f"{architecture} has no native path"
+        why = "model_path is set to it" if is_native else f"{architecture} has no native path"
     _check_code(folder, config.trust_remote_code)
     return PathChoice("transformers", why)
 

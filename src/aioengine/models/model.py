@@ -20,7 +20,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         num_heads, num_kv_heads, head_dim: of the attention; ``num_heads`` is a multiple of ``num_kv_heads``.
-        max_model_len: most tokens in a sequence: what the model was made for, or less where the engine says so.
+        max_model_len: most tokens in a sequence: what the model was made for, or less by the engine's limit.
         dtype: of the parameters and of what flows between them.
         caches: what each layer keeps of a sequence, by the index that it has in the cache; a window of
             ``max_model_len`` or more becomes None.

@@ -50,7 +50,7 @@ def save_checkpoint(
     Raises:
         InvalidRequest: ``max_shard_bytes`` is less than 1.
         OSError: it cannot be written, or the files of ``source`` are gone.
-        LoadStopped: ``should_stop`` said so.
+        LoadStopped: ``should_stop`` returned True.
     """
     if max_shard_bytes < 1:
         raise InvalidRequest(f"max_shard_bytes={max_shard_bytes} must be at least 1", param="max_shard_bytes")

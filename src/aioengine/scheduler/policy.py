@@ -1,9 +1,9 @@
 """In which order sequences are served: which waiting one is next, and which running one gives way first.
 
-A policy is chosen by name, or is a class of your own: a subclass of `Policy` whose `key` says what goes first, or of
-`Fair` whose `tenant` and `weight` say between whom service is shared, and how. These three are all that is asked of a
-class of your own, and only when a request comes: what they raise ends that request, and no other. They are called on a
-loop, so that they have to be quick and may wait for nothing.
+A policy is chosen by name, or is a class of your own: a subclass of `Policy` whose `key` decides what goes first, or of
+`Fair` whose `tenant` and `weight` decide between whom service is shared, and how. A class of your own is asked these
+three alone, and only when a request comes: what they raise ends that request, and no other. They are called on a loop,
+so that they have to be quick and may wait for nothing.
 """
 
 from __future__ import annotations
@@ -224,7 +224,7 @@ class Policy:
         return 0, 0
 
     def _make_queue(self) -> WaitingQueue | TenantQueues:
-        """What sequences wait in, which also says which of those that have rows or blocks gives way."""
+        """Make the queue, which also chooses the sequence that gives up its row or blocks."""
         return WaitingQueue()
 
 
@@ -261,7 +261,7 @@ POLICIES: dict[str, type[Policy]] = {"fcfs": Policy, "priority": ByPriority, "fa
 
 
 class Order(NamedTuple):
-    """What a policy has said of a request. Only of a `Fair` one are there several tenants."""
+    """The place of a request by a policy. Only a `Fair` one has several tenants."""
 
     level: float
     rank: float
@@ -270,10 +270,10 @@ class Order(NamedTuple):
 
 
 def order_of(policy: Policy, request: Incoming) -> Order:
-    """What a policy says of a request, checked.
+    """Ask a policy for the place of a request, and check it.
 
     Raises:
-        InternalError: it raises, or says what is no order.
+        InternalError: it raises, or returns something else.
     """
     name = f"the scheduler's policy {type(policy).__name__}"
     tenant: Any = ""

@@ -225,7 +225,10 @@ class Scheduler:
         self.table.computed[rows] = ends
         self._mark_ready(rows, ends, sequences)
         if self.kv.has_windows:
-            self._give_up_passed(rows, ends, sequences)
+            # Free the blocks that a window has passed in this step: of one row in ``block_size`` when decoding.
+            passed = (ends >= self.table.next_passed[rows]).nonzero()[0]
+            for index, num_computed in zip(passed.tolist(), ends[passed].tolist(), strict=True):
+                self.table.next_passed[rows[index]] = self.kv.give_up_passed(sequences[index], num_computed)
         for sequence, _ in vectors:
             self.preemption.free_row(sequence)
             self._end(sequence, "stop", None)
@@ -395,12 +398,6 @@ class Scheduler:
         for index, num_computed in zip(filled.tolist(), ends[filled].tolist(), strict=True):
             self.kv.mark_ready(sequences[index], num_computed)
         self.table.next_block_boundary[rows[filled]] = ends[filled] // size * size + size
-
-    def _give_up_passed(self, rows: Rows, ends: Int32, sequences: list[Sequence]) -> None:
-        """Free the blocks that a window has passed in this step: of one row in ``block_size`` when decoding."""
-        passed = (ends >= self.table.next_passed[rows]).nonzero()[0]
-        for index, num_computed in zip(passed.tolist(), ends[passed].tolist(), strict=True):
-            self.table.next_passed[rows[index]] = self.kv.give_up_passed(sequences[index], num_computed)
 
     def _fork(
         self, parents: list[Sequence], result: StepResult, indices: Int32, counts: Int32, now: float

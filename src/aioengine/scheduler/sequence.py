@@ -128,7 +128,7 @@ class Reason(enum.IntFlag):
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class Sequence:
-    """One choice of a request in the core. It runs while it has a row, waits before, and has ended once it says why."""
+    """One choice of a request in the core. It runs while it has a row, and ends with a finish reason."""
 
     request: Request
     sampling: RowSampling
@@ -171,7 +171,7 @@ class Sequence:
     """Prompt tokens whose log-probabilities have been handed out."""
     num_preemptions: int = 0
     arrived_at: float = math.nan
-    """When its request was made, by the clock of `Scheduler.add_sequence`'s caller; NaN if not told."""
+    """When its request was made, by the clock of `Scheduler.add_sequence`'s caller; NaN if unknown."""
     admitted_at: float = math.nan
     """When it first took a row, by the ``now`` of the scheduler's methods; NaN before, as the next two."""
     first_token_at: float = math.nan

@@ -50,7 +50,7 @@ def read_catalogue(folder: Path) -> dict[str, Stored]:
         folder: or a GGUF file.
     Raises:
         ModelLoadError: there are no files, one is missing or damaged, the index does not fit them, or they are
-            quantised by a method that is not supported, or otherwise than it says; or they are a classifier's.
+            quantised by a method that is not supported, or not as config.json states; or they are a classifier's.
     """
     file = find_gguf(folder)
     if file is not None:

@@ -301,22 +301,20 @@ def _rope(file: GgufFile, prefix: str, config: dict[str, Any]) -> dict[str, Any]
             rope |= {"mscale": 1.0, "mscale_all_dim": multiplier}
     if (beta := file.get(f"{prefix}.attention.temperature_scale", float)) is not None:
         rope["llama_4_scaling_beta"] = beta
-    factors = [_factors(file.tensors[name]) for name in ROPE_FACTORS if name in file.tensors]
+    factors: list[list[float]] = []
+    for tensor in (file.tensors[name] for name in ROPE_FACTORS if name in file.tensors):
+        if tensor.type != "F32" or math.prod(tensor.shape) > MAX_FACTORS:
+            raise ModelLoadError(f"{tensor.path}: tensor {tensor.name} is {tensor.type} of shape {list(tensor.shape)}")
+        try:
+            values = np.fromfile(tensor.path, "<f4", math.prod(tensor.shape), offset=tensor.offset)
+        except OSError as error:
+            raise ModelLoadError(f"{tensor.path} cannot be read: {error.strerror or error}") from error
+        factors.append([float(value) for value in values])
     if factors:
         # Llama 3.1's scaling is longrope with one list for all lengths.
         rope |= {"rope_type": "longrope", "long_factor": factors[0], "short_factor": factors[-1]}
         rope |= {"original_max_position_embeddings": length, "attention_factor": 1.0 if scale is None else scale}
     return rope
-
-
-def _factors(tensor: GgufTensor) -> list[float]:
-    if tensor.type != "F32" or math.prod(tensor.shape) > MAX_FACTORS:
-        raise ModelLoadError(f"{tensor.path}: tensor {tensor.name} is {tensor.type} of shape {list(tensor.shape)}")
-    try:
-        values = np.fromfile(tensor.path, "<f4", math.prod(tensor.shape), offset=tensor.offset)
-    except OSError as error:
-        raise ModelLoadError(f"{tensor.path} cannot be read: {error.strerror or error}") from error
-    return [float(value) for value in values]
 
 
 def generation_config_of(file: GgufFile) -> dict[str, Any]:

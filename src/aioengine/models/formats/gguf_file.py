@@ -144,7 +144,7 @@ def _other_shards(path: Path, count: int) -> Iterator[Path]:
         return
     parts = SHARD_NAME.fullmatch(path.name)
     if parts is None or int(parts["count"]) != count:
-        raise ModelLoadError(f"{path} says split.count={count}, and is not named NAME-00001-of-{count:05}.gguf")
+        raise ModelLoadError(f"{path} states split.count={count}, and is not named NAME-00001-of-{count:05}.gguf")
     if int(parts["number"]) != 1:
         raise ModelLoadError(f"{path} is a later part of a model: give {parts['stem']}-00001-of-{parts['count']}.gguf")
     others = [path.with_name(f"{parts['stem']}-{number:05}-of-{count:05}.gguf") for number in range(2, count + 1)]
@@ -188,7 +188,7 @@ class _Header:
             raise _Damaged(f"GGUF of version {version}{order}; supported: {', '.join(map(str, VERSIONS))}")
         num_tensors, num_pairs = self._unpack("<QQ")
         if num_tensors > MAX_TENSORS or num_pairs > MAX_PAIRS:
-            raise _Damaged(f"it says that it has {num_tensors} tensors and {num_pairs} keys, more than any model")
+            raise _Damaged(f"it states {num_tensors} tensors and {num_pairs} keys, more than any model")
         metadata: dict[str, Any] = {}
         for _ in range(num_pairs):
             key = self._string(MAX_NAME_BYTES)
@@ -238,7 +238,7 @@ class _Header:
         if inner != STRING:
             raise _Damaged(f"{shorten(key)} is a list of type {inner}; numbers and strings are supported")
         if count > MAX_STRINGS:
-            raise _Damaged(f"{shorten(key)} says that it has {count} strings, more than any vocabulary")
+            raise _Damaged(f"{shorten(key)} states {count} strings, more than any vocabulary")
         return [self._string() for _ in range(count)]
 
     def _numbers(self, kind: int, count: int) -> np.ndarray[Any, Any]:

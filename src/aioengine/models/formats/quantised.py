@@ -67,7 +67,7 @@ class Format(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         suffixes: of the tensors that may encode one, each behind the name of its module.
-        unread: of those that say nothing of weights: scales of activations and of KV caches.
+        unread: of those that do not concern weights: scales of activations and of KV caches.
         find: the matrix of a module, of its name and tensors; None: they are dense ones. Raises
             ModelLoadError and BadConfig.
     """
@@ -538,7 +538,14 @@ def _find_bitsandbytes(module: str, parts: Parts, files: Files) -> Stored | None
 
 def _find_4bit(module: str, parts: Parts, files: Files) -> Stored:
     need(module, parts, (".weight", *TABLES))
-    state = _read_state(next(parts[suffix] for suffix in STATES if suffix in parts), files)
+    part = next(parts[suffix] for suffix in STATES if suffix in parts)
+    check(part, ("U8",), part.shape if part.num_bytes <= MAX_STATE_BYTES else (MAX_STATE_BYTES,))
+    try:
+        state = msgspec.convert(json.loads(bytes(part.read(files).flatten().tolist())), State, strict=False)
+        if min(*state.shape, state.blocksize, state.nested_blocksize) < 1:
+            raise ValueError("sizes must be at least 1")
+    except (ValueError, RecursionError) as error:  # msgspec's and json's are such
+        raise ModelLoadError(f"tensor {part.name} in {part.path} is no state of a quantised matrix: {error}") from error
     rows, columns = state.shape
     count = rows * columns
     num_blocks, size = -(-count // state.blocksize), min(state.blocksize, count)
@@ -568,14 +575,3 @@ def _find_4bit(module: str, parts: Parts, files: Files) -> Stored:
 
     read = {suffix: parts[suffix] for suffix in (".weight", *TABLES, *(NESTED if is_nested else ()))}
     return coded_tensor(f"{module}.weight", state.quant_type.upper(), state.shape, read, decode)
-
-
-def _read_state(part: FileTensor, files: Files) -> State:
-    check(part, ("U8",), part.shape if part.num_bytes <= MAX_STATE_BYTES else (MAX_STATE_BYTES,))
-    try:
-        state = msgspec.convert(json.loads(bytes(part.read(files).flatten().tolist())), State, strict=False)
-        if min(*state.shape, state.blocksize, state.nested_blocksize) < 1:
-            raise ValueError("sizes must be at least 1")
-    except (ValueError, RecursionError) as error:  # msgspec's and json's are such
-        raise ModelLoadError(f"tensor {part.name} in {part.path} is no state of a quantised matrix: {error}") from error
-    return state

@@ -64,7 +64,7 @@ def probe_model(folder: Path, config: Any, trust_remote_code: bool, num_position
     Returns:
         fields of `TransformersConfig`: sizes, caches, ``attention`` and ``body``.
     Raises:
-        Unusable: its attention cannot be ours; the message says why.
+        Unusable: paged attention cannot replace its own; the message gives the reason.
         ModelLoadError: its code needs a package that is not installed.
     """
     (architecture,), num_layers = config.architectures, config.get_text_config().num_hidden_layers
