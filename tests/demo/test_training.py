@@ -23,7 +23,6 @@ from demo_model.train import (
     Stage,
     check_reproduced,
     encode,
-    grouped,
     learning_rate_at,
     make_batch,
 )
@@ -93,18 +92,6 @@ def test_a_batch_has_targets_one_place_on_learns_no_padding_and_cuts_what_is_too
     assert make_batch([long], 2, 0).inputs.tolist() == [[4, 5]]
 
 
-@pytest.mark.parametrize("num_groups", [1, 3, 16])
-def test_grouping_loses_no_document_and_puts_like_lengths_together(num_groups: int) -> None:
-    lengths = [5, 40, 6, 7, 90, 8, 41, 9, 300]
-    whole = [Encoded([i + 1] * length, [True] * length) for i, length in enumerate(lengths)]
-    groups = grouped(whole, num_groups, 64, 0)
-    assert len(groups) <= num_groups
-    assert sorted(int(row[0]) for batch in groups for row in batch.inputs) == list(range(1, 10))
-    widths = [batch.inputs.shape[1] for batch in groups]
-    assert widths == sorted(widths)
-    assert max(widths) == 64
-
-
 def test_a_token_is_learned_if_any_of_its_letters_is() -> None:
     tokenizer = Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))
     forced = (('{"animal": "', False), ('fox"', True), (', "legs": ', False), ("4", True), ("}", False))
@@ -113,13 +100,6 @@ def test_a_token_is_learned_if_any_of_its_letters_is() -> None:
     assert encoded.ids == tokenizer.encode(document.text, add_special_tokens=False).ids
     learned = [i for i, is_target in zip(encoded.ids, encoded.is_target, strict=True) if is_target]
     assert tokenizer.decode(learned) == 'fox",4'  # the mark and the comma are one token
-
-
-def test_a_stage_that_does_not_decay_keeps_its_rate_after_the_warm_up() -> None:
-    stage = Stage(num_documents=1, steps=40, warmup_steps=10, learning_rate=1e-3, decay_steps=0)
-    rates = [learning_rate_at(step, stage) for step in range(stage.steps)]
-    assert rates[:10] == sorted(rates[:10]) != [1e-3] * 10
-    assert rates[10:] == [1e-3] * 30
 
 
 def test_the_learning_rate_rises_and_then_falls_to_almost_nothing() -> None:
