@@ -31,7 +31,7 @@ from aioengine.errors import ConfigError, EngineClosed, InvalidRequest
 from aioengine.frontend.call import Call, ChatMessage, Prompt, PromptDict, make_id
 from aioengine.frontend.call_options import CallKeywords, CallOptions, lists_keywords
 from aioengine.frontend.clients import CLIENT_MAKERS
-from aioengine.frontend.output_type import OutputType, retold
+from aioengine.frontend.output_type import OutputType, rename_param
 from aioengine.frontend.runtime import Runtime
 from aioengine.frontend.stream import NotCopied, Stream, await_only
 from aioengine.outputs import RequestOutput, T, TypeForm
@@ -267,7 +267,7 @@ class Engine(NotCopied, NotYet):
             async with stream:
                 output = await stream.finish()
         except InvalidRequest as error:
-            raise error if wanted is None else retold(error) from None
+            raise error if wanted is None else rename_param(error) from None
         if wanted is None:
             return output
         num_chars = sum(len(choice.text) for choice in output.outputs)
@@ -624,8 +624,8 @@ class Engine(NotCopied, NotYet):
         calls.check_flag("add_special_tokens", add)
         tokenizer = runtime.require_tokenizer()
         kwargs = take_template_kwargs(chat_template_kwargs, is_chat=is_chat)
-        if told := told_tools(tools, read_tools(tools)):
-            kwargs["tools"] = list(told)
+        if described := told_tools(tools, read_tools(tools)):
+            kwargs["tools"] = list(described)
         if chat_template is not None:
             kwargs["chat_template"] = chat_template
         if isinstance(prompt, str):

@@ -208,7 +208,7 @@ def test_what_the_token_that_ends_a_call_has_begun_is_not_of_an_answer_of_one_ca
     parser = find_tool_format("mistral").make_parser([Tool("clock")], lambda: "0")
     answer = ParsedAnswer(parser, ends_at_call=True)
     answer.read(['Now. [TOOL_CALLS][{"name": "clock", "arguments": {}', '}, {"na'], is_over=True)
-    assert (answer.content, len(parser.calls), parser.is_cut) == ("Now.", 1, False)
+    assert (answer.whole().content, len(parser.calls), parser.is_cut) == ("Now.", 1, False)
 
 
 @pytest.mark.virtual_clock

@@ -288,8 +288,8 @@ def _for_each(name: str, given: Any, num_prompts: int) -> list[Any]:
     if not isinstance(given, list | tuple):
         return [given] * num_prompts
     if len(given) != num_prompts:
-        told = f"{name} has {len(given)} items for {num_prompts} prompts; give one for each, or one for all"
-        raise invalid(name, told)
+        message = f"{name} has {len(given)} items for {num_prompts} prompts; give one for each, or one for all"
+        raise invalid(name, message)
     return list(given)
 
 
@@ -320,8 +320,8 @@ def _list_chats(messages: Any) -> list[Any]:
         isinstance(chat, list | tuple) and chat and isinstance(chat[0], dict) for chat in messages
     )
     if not is_known:
-        told = "messages: give a conversation, a list of {'role': ..., 'content': ...}, or a list of conversations"
-        raise invalid("messages", told)
+        problem = "give a conversation, a list of {'role': ..., 'content': ...}, or a list of conversations"
+        raise invalid("messages", f"messages: {problem}")
     return list(messages)
 
 

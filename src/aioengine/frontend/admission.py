@@ -166,13 +166,13 @@ class Admission:
         if isinstance(num_sequences, bool) or not isinstance(num_sequences, int) or num_sequences < 1:
             raise invalid("num_sequences", f"num_sequences={shorten(num_sequences)}: an int of at least 1 is needed")
         if num_sequences > self.capacity:
-            told = f"{num_sequences} sequences never find room where max_waiting={self.capacity} may wait"
-            raise invalid("num_sequences", told)
+            problem = f"{num_sequences} sequences never find room where max_waiting={self.capacity} may wait"
+            raise invalid("num_sequences", problem)
         if incoming is not None and isinstance(self.policy, Fair):
             most = max(self.capacity // 2, incoming.params.num_sequences)  # of several requests of one tenant
             if num_sequences > most:
-                told = f"{num_sequences} sequences never find room at once where a tenant may have {most} waiting"
-                raise invalid("num_sequences", told)
+                problem = f"{num_sequences} sequences never find room at once where a tenant may have {most} waiting"
+                raise invalid("num_sequences", problem)
         self._check_refusal()
         tenant = _Tenant("") if incoming is None else self._tenant(order_of(self.policy, incoming))
         self._check_capacity(tenant, num_sequences)
@@ -218,8 +218,12 @@ class Admission:
                 why = f"{tenant.num_held} sequences of this tenant wait already, its share of"
             else:
                 why = f"{self.capacity} sequences wait already, or too many for {num_sequences} more, with"
-            told = f"{why} max_waiting={self.capacity}; try again later"
-            raise EngineOverloaded(told, retry_after_s=self._estimate_wait()).with_hint(WAIT)
+            retry_after_s = 1.0
+            if len(self._acquired_at) >= 2:  # the mean time between the last acquisitions: a guess at the next one's
+                span = asyncio.get_running_loop().time() - self._acquired_at[0]
+                retry_after_s = min(max(span / len(self._acquired_at), MIN_RETRY_S), MAX_RETRY_S)
+            message = f"{why} max_waiting={self.capacity}; try again later"
+            raise EngineOverloaded(message, retry_after_s=retry_after_s).with_hint(WAIT)
 
     def _has_capacity(self, tenant: _Tenant, num_sequences: int) -> bool:
         """Whether a new request has capacity. It passes only requests that wait for their tenants' shares."""
@@ -277,10 +281,3 @@ class Admission:
     def _forget_if_idle(self, tenant: _Tenant) -> None:
         if not (tenant.num_held or tenant.queue):
             self._tenants.pop(tenant.name, None)
-
-    def _estimate_wait(self) -> float:
-        """The mean time between the last acquisitions, in seconds: a guess at the time to the next one."""
-        if len(self._acquired_at) < 2:
-            return 1.0
-        span = asyncio.get_running_loop().time() - self._acquired_at[0]
-        return min(max(span / len(self._acquired_at), MIN_RETRY_S), MAX_RETRY_S)

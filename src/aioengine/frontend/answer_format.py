@@ -170,10 +170,9 @@ class AnswerFormats:
         thinking = None
         may_think = is_begun or continued is None
         if reasoning is not None and may_think and (constraint is not None or params.max_thinking_tokens is not None):
-            is_shaped = constraint is not None
-            thinking = self._thinking(
-                reasoning, prompt_text, params, is_begun=is_begun, is_shaped=is_shaped, has_tools=tools is not None
-            )
+            must_begin = constraint is not None and not is_begun
+            if tools is None or not reasoning.has_own_parser:  # else the grammar of calls admits reasoning before them
+                thinking = self._thinking(reasoning, prompt_text, params, is_begun=is_begun, must_begin=must_begin)
         keeps = tools is not None and self._keeps(tools.keeps_special_tokens)
         if reasoning is not None:
             keeps = keeps or self._keeps(reasoning.keeps_special_tokens or (reasoning.begin, reasoning.end))
@@ -212,21 +211,16 @@ class AnswerFormats:
             return None
         # With a shape, the answer is calls, or text of that shape, and no other text.
         shape = ToolChoice("required", choice.names) if is_shaped and not is_forced else choice
-        calls = self._grammar(self._tools, may_be_called, shape, options)
+        enforced = tuple(map(_enforceable, may_be_called))
+        text = self._tools.grammar(enforced, shape, parallel=options.is_parallel, token_ids=self._added_tokens)
+        schemas = [tool.parameters for tool in enforced]
+        is_short = all(longest_text(schema) <= MAX_FORCED_BYTES and not multiplies(schema) for schema in schemas)
+        calls = Grammar(text, is_short and isinstance(self._tools, StepFormat))  # no format forces text for ever
         shaped = params.structured
         if shaped is None or is_forced:
             return calls
         assert not isinstance(shaped, Either), "it is made here alone"
         return Either((calls, shaped))
-
-    def _grammar(
-        self, writer: ToolFormat, tools: tuple[Tool, ...], choice: ToolChoice, options: AnswerOptions
-    ) -> Grammar:
-        tools = tuple(map(_enforceable, tools))
-        text = writer.grammar(tools, choice, parallel=options.is_parallel, token_ids=self._added_tokens)
-        schemas = [tool.parameters for tool in tools]
-        is_short = all(longest_text(schema) <= MAX_FORCED_BYTES and not multiplies(schema) for schema in schemas)
-        return Grammar(text, is_short and isinstance(writer, StepFormat))  # no format forces text for ever
 
     def _keeps(self, wanted: bool | tuple[str, ...]) -> bool:
         """Whether answers are decoded with special tokens, so that these markers, and any others, are in the text."""
@@ -247,20 +241,17 @@ class AnswerFormats:
         params: SamplingParams,
         *,
         is_begun: bool,
-        is_shaped: bool,
-        has_tools: bool,
+        must_begin: bool,
     ) -> Thinking | None:
         max_tokens = -1 if params.max_thinking_tokens is None else params.max_thinking_tokens
         if reasoning.has_own_parser:
-            if has_tools:  # its grammar of calls admits reasoning before them
-                return None
             end = self._ids(HARMONY_ANSWER)
             return Thinking(
                 end_ids=end, forced_end_ids=(*self._ids(HARMONY_END), *end), is_begun=True, max_tokens=max_tokens
             )
         if prompt_text.rstrip().endswith(reasoning.end):
             return None  # the prompt has ended the reasoning
-        if is_shaped and not is_begun and not self._begins_by_itself:
+        if must_begin and not self._begins_by_itself:
             return None
         end = self._ids(reasoning.end)
         begin = () if is_begun else self._ids(reasoning.begin)
@@ -316,7 +307,7 @@ class AnswerPlan(NamedTuple):
     param: Literal["structured", "tools"] = "structured"
     ends_at_call: bool = False
 
-    def retold(self, error: AioEngineError) -> AioEngineError:
+    def rename_param(self, error: AioEngineError) -> AioEngineError:
         """An error of the request, with the constraint under the name that the caller used."""
         if self.param == "structured" or not isinstance(error, InvalidRequest) or error.param != "structured":
             return error

@@ -130,7 +130,13 @@ class Call:
     @property
     def incoming(self) -> Incoming:
         """The properties by which the policy orders it before it is tokenized."""
-        num_tokens = guess_num_tokens(self.prompt)
+        if isinstance(self.prompt, str):
+            num_tokens = 1 + len(self.prompt) // CHARS_A_TOKEN
+        elif not is_chat(self.prompt):
+            num_tokens = len(self.prompt)
+        else:
+            contents = (message.get("content") for message in self.prompt if isinstance(message, dict))
+            num_tokens = 1 + sum(map(content_chars, contents)) // CHARS_A_TOKEN
         return _copy_options(self.options, params=self.params, num_prompt_tokens=num_tokens)
 
     def prepare(self, runtime: Runtime, trace: Mapping[str, Any]) -> tuple[str | None, Sequence, AnswerPlan]:
@@ -263,16 +269,6 @@ def keep_prompt(prompt: Any) -> Any:
         return copy() if callable(copy) else prompt
     except Exception:  # an object that cannot be copied cannot be read, either: its check will raise
         return prompt
-
-
-def guess_num_tokens(prompt: Prompt) -> int:
-    """About how many tokens a prompt has, without a tokenizer."""
-    if isinstance(prompt, str):
-        return 1 + len(prompt) // CHARS_A_TOKEN
-    if not is_chat(prompt):
-        return len(prompt)
-    contents = (message.get("content") for message in prompt if isinstance(message, dict))
-    return 1 + sum(map(content_chars, contents)) // CHARS_A_TOKEN
 
 
 def continued_text(message: Any, field: bool | str | None) -> str | None:

@@ -85,7 +85,7 @@ class OutputType:
         return msgspec.structs.replace(choice, parsed=value)
 
 
-def retold(error: InvalidRequest) -> InvalidRequest:
+def rename_param(error: InvalidRequest) -> InvalidRequest:
     """An error of the constraint, under the name that the caller used."""
     if error.param != "structured":
         return error
@@ -107,21 +107,17 @@ def _describe(kind: Any) -> TypeSchema:
     if not is_type(kind):
         raise _refused(f"it is {typed(kind)}, and no type; give one, such as a dataclass, or a JSON schema as a dict")
     try:
-        return _describe_once(kind)
+        try:
+            hash(kind)
+        except TypeError:
+            return describe(kind)
+        return _described(kind)
     except Exception as error:  # a class of the caller's own may raise anything while its schema is made
         raise _refused(no_schema(kind, error)) from None
 
 
 def _refused(message: str) -> InvalidRequest:
     return InvalidRequest(f"output_type: {message}", param="output_type")
-
-
-def _describe_once(kind: Any) -> TypeSchema:
-    try:
-        hash(kind)
-    except TypeError:
-        return describe(kind)
-    return _described(kind)
 
 
 _described = functools.lru_cache(maxsize=128)(describe)

@@ -61,7 +61,7 @@ class Completion:
         self._interval = min(request.stream_interval, request.max_unread)
         self._allow_at = UNLIMITED if request.max_unread == UNLIMITED else 0
         """Number of tokens read at which the core may compute more."""
-        self._tell_at = 1
+        self._notify_at = 1
         """Number of tokens at which the request or the core is notified: other tokens cost one comparison."""
         self._cumulative_logprob = 0.0
         self._texts: list[str] = []
@@ -76,7 +76,7 @@ class Completion:
     def on_started(self) -> None:
         if not self.is_ended:
             self._leave_queue()
-            self._request.on_started()
+            self._request.started.set()
 
     def _leave_queue(self) -> None:
         if self._is_queued:
@@ -98,25 +98,24 @@ class Completion:
             self.logprobs.append(self._request.with_texts(token_id, logprobs))
             self._cumulative_logprob += logprobs.logprob
         detokenizer = self._detokenizer
-        if detokenizer is not None and (not self._is_stop_token() or self._has_stop_text):
+        sequence = self.sequence
+        # The stop token that ended the sequence has no text; other tokens may have come with it.
+        if detokenizer is not None and (
+            sequence.finish_reason != "stop" or self._has_stop_text or len(token_ids) != len(sequence.output_ids)
+        ):
             text = detokenizer.feed_one(token_id)
             if text:
                 self._texts.append(text)
             if detokenizer.stop_string is not None or (self._plan.ends_at_call and self._read_answer().has_its_call):
                 core = self._request.core
                 self._end("stop", detokenizer.stop_string)
-                core.finish(self.sequence, "stop", detokenizer.stop_string)
+                core.finish(sequence, "stop", detokenizer.stop_string)
                 return
-        if len(token_ids) >= self._tell_at:
-            self._tell()
+        if len(token_ids) >= self._notify_at:
+            self._notify()
 
     def on_vector(self, vector: Float32) -> None:
         self.vector = vector
-
-    def _is_stop_token(self) -> bool:
-        """Whether the newest token is the stop token that ended the sequence; other tokens may have come with it."""
-        sequence = self.sequence
-        return sequence.finish_reason == "stop" and len(self.token_ids) == len(sequence.output_ids)
 
     def on_prompt_logprobs(self, position: int, logprobs: list[SampledLogprobs]) -> None:
         if self.is_ended:
@@ -149,7 +148,7 @@ class Completion:
     def on_error(self, error: AioEngineError) -> None:
         if self.is_ended:
             return
-        self.error = self._plan.retold(error)
+        self.error = self._plan.rename_param(error)
         self._end("error", None)
 
     # Called by the request
@@ -171,7 +170,7 @@ class Completion:
         piece = self._read_answer().take() if self._answer is not None else Piece(text)
         self._num_read_ids = len(self.token_ids)
         self._num_read_texts = len(self._texts)
-        self._tell_at = self._num_read_ids + self._interval
+        self._notify_at = self._num_read_ids + self._interval
         if self._num_read_ids >= self._allow_at and not self.is_ended:
             # Not for each token that is read: to a core in another process it is a message.
             self._allow_at = self._num_read_ids + (self._request.max_unread + 1) // 2
@@ -190,12 +189,12 @@ class Completion:
 
     def output(self, index: int) -> CompletionOutput:
         """The completion as far as it has come."""
-        answer = self._read_answer() if self._answer is not None else None
+        whole = self._read_answer().whole() if self._answer is not None else Piece("".join(self._texts))
         return CompletionOutput(
             index=index,
-            text="".join(self._texts) if answer is None else answer.content,
-            reasoning=None if answer is None else answer.reasoning or None,
-            tool_calls=[] if answer is None else answer.parser.calls.copy(),
+            text=whole.content,
+            reasoning=whole.reasoning or None,
+            tool_calls=self._answer.parser.calls.copy() if self._answer is not None else [],
             has_cut_call=self._has_cut_call,
             token_ids=list(self.token_ids),
             cumulative_logprob=self._cumulative_logprob if self.logprobs is not None else None,
@@ -214,18 +213,18 @@ class Completion:
         self._answer.read(self._texts, is_over=self.is_ended)
         return self._answer
 
-    def _tell(self) -> None:
-        self._tell_at = self._num_read_ids + self._request.max_unread
-        if len(self.token_ids) >= self._tell_at:
+    def _notify(self) -> None:
+        self._notify_at = self._num_read_ids + self._request.max_unread
+        if len(self.token_ids) >= self._notify_at:
             self._request.core.block(self.sequence)
-        self._request.on_news(self)  # last, since the reader may read at once
+        self._request.on_output(self)  # last, since the reader may read at once
 
     def _end(self, reason: FinishReason, stop_reason: int | str | None) -> None:
         self.is_ended = True
         self.finish_reason = reason
         self.stop_reason = stop_reason
         self._leave_queue()
-        self._request.on_news(self)
+        self._request.on_output(self)
         self._request.on_ended(self)
         del self._request  # a reference cycle, which would be left to the garbage collector
 
@@ -253,16 +252,6 @@ class ParsedAnswer:
         """Whether the answer has ended at a complete call."""
         return self._ends_at_call and bool(self.parser.calls)
 
-    @property
-    def content(self) -> str:
-        """The content so far."""
-        return "".join(piece.content for piece in self._pieces)
-
-    @property
-    def reasoning(self) -> str:
-        """The reasoning so far."""
-        return "".join(piece.reasoning for piece in self._pieces)
-
     def read(self, texts: list[str], *, is_over: bool) -> None:
         """Read the items that were added to ``texts`` since the last call."""
         text = "".join(texts[self._num_fed :])
@@ -276,7 +265,12 @@ class ParsedAnswer:
 
     def take(self) -> Piece:
         """The parts that were read since the last call."""
-        pieces, self._num_taken = self._pieces[self._num_taken :], len(self._pieces)
+        first, self._num_taken = self._num_taken, len(self._pieces)
+        return self.whole(first)
+
+    def whole(self, first: int = 0) -> Piece:
+        """The parts that were read, from piece ``first`` on."""
+        pieces = self._pieces[first:]
         content, reasoning = ("".join(getattr(piece, name) for piece in pieces) for name in ("content", "reasoning"))
         return Piece(content, reasoning, tuple(call for piece in pieces for call in piece.calls))
 
@@ -316,7 +310,7 @@ class RequestState:
         self._ended_at = math.nan
         self._waiter: asyncio.Future[None] | None = None
         self._waits_for_end = False
-        self._started = asyncio.Event()
+        self.started = asyncio.Event()
         """Set when a choice has taken a row, or all have ended."""
         self._watcher: Callable[[], None] | None = None
         self._end_span: Callable[[BaseException | None], None] | None = None
@@ -412,15 +406,11 @@ class RequestState:
 
     # Called by the completions
 
-    def on_started(self) -> None:
-        """A choice has taken its first row."""
-        self._started.set()
-
-    def on_news(self, completion: Completion) -> None:
+    def on_output(self, completion: Completion) -> None:
         if not completion.is_listed:
             completion.is_listed = True
             self._ready.append(completion)
-            self._tell_watcher()
+            self._call_watcher()
         if self._waiter is not None and not self._waits_for_end:
             self._wake()
 
@@ -431,13 +421,13 @@ class RequestState:
             self.abort()  # calls this for the other choices, so that the last may be counted already
         if not self._num_open and math.isnan(self._ended_at):
             self._ended_at = self.core.clock()
-            self.on_started()
+            self.started.set()
             metrics, reasons = self._metrics(), self._finish_reasons()
             self.core.observers.on_request(metrics, reasons)
             log_end(self.core.config, self.request_id, reasons, metrics)
             self.end_span(self.error)
             self._wake()
-            self._tell_watcher()
+            self._call_watcher()
             self._watcher = None  # a reference cycle: it refers to the stream, which refers to this
 
     def on_prompt_logprobs(self, position: int, logprobs: list[TokenLogprobs]) -> None:
@@ -476,7 +466,7 @@ class RequestState:
             self.max_unread = UNLIMITED
             for sequence in self._sequences:
                 self.core.unblock(sequence)
-        while not (self.is_ended or (not for_end and self.has_news)):
+        while not (self.is_ended or (not for_end and self.has_output)):
             self._waiter = asyncio.get_running_loop().create_future()
             self._waits_for_end = for_end
             try:
@@ -484,19 +474,15 @@ class RequestState:
             finally:
                 self._waiter = None
 
-    async def wait_begun(self) -> None:
-        """Wait until one of its choices has taken a row, or the request has ended."""
-        await self._started.wait()
-
     def watch(self, watcher: Callable[[], None]) -> None:
         """Call ``watcher`` when there is something new to take, and at the end; at once if so now."""
         if not self.is_ended:
             self._watcher = watcher
-        if self.has_news or self.is_ended:
+        if self.has_output or self.is_ended:
             watcher()
 
     @property
-    def has_news(self) -> bool:
+    def has_output(self) -> bool:
         return bool(self._ready or self._repeats)
 
     def take(self) -> CompletionDelta | None:
@@ -560,7 +546,7 @@ class RequestState:
         reasons = tuple(completion.finish_reason or "error" for completion in self.completions)
         return reasons if len(reasons) == self._num_choices else reasons * self._num_choices
 
-    def _tell_watcher(self) -> None:
+    def _call_watcher(self) -> None:
         if self._watcher is not None:
             try:
                 self._watcher()

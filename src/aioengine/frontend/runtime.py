@@ -137,8 +137,8 @@ class Runtime:
         """See `Engine.wait_started`; EngineOverloaded if ``max_waiting`` others wait and ``on_full`` is "raise"."""
         num_others = len(self.admission.requests) - 1
         if on_full == "raise" and self.is_starting and num_others >= self.admission.capacity:
-            told = f"{num_others} requests wait for the engine to start (max_waiting); try again later"
-            raise EngineOverloaded(told, retry_after_s=1.0).with_hint(WAIT)
+            message = f"{num_others} requests wait for the engine to start (max_waiting); try again later"
+            raise EngineOverloaded(message, retry_after_s=1.0).with_hint(WAIT)
         await self._started.wait()
         self._check_started()
 
@@ -310,27 +310,22 @@ class Runtime:
                 if show is not None:
                     show(done, total, *of_what)
 
-            await self._load_tokenizer()
+            folder = self.files.path
+            # Not in the worker, since closing waits for the worker and cannot stop a library that runs for ever.
+            self.tokenizer = await run_abandonable(
+                lambda: Tokenizer.load(folder) if has_tokenizer(folder) else None, grace_s=LOAD_GRACE_S
+            )
+            if self.tokenizer is not None:
+                self.tokenizer.template_limits = TemplateLimits(self._given_config.chat_template_timeout_s)
+                table = self.tokenizer.token_table()
+                if isinstance(table, TokenTable):
+                    self.longest_token_chars = max((len(piece) for piece in table.pieces if piece), default=1)
             await self.backend.open(on_progress)
         if scope.cancelled_caught:
             raise ModelLoadError(
                 f"{self.files.path}: loading made no progress for {timeout_s:g} s (load_timeout_s); its files "
                 "cannot be read, or one of them makes its library run for ever"
             )
-
-    async def _load_tokenizer(self) -> None:
-        folder = self.files.path
-
-        def load() -> Tokenizer | None:
-            return Tokenizer.load(folder) if has_tokenizer(folder) else None
-
-        # Not in the worker, since closing waits for the worker and cannot stop a library that runs for ever.
-        self.tokenizer = await run_abandonable(load, grace_s=LOAD_GRACE_S)
-        if self.tokenizer is not None:
-            self.tokenizer.template_limits = TemplateLimits(self._given_config.chat_template_timeout_s)
-            table = self.tokenizer.token_table()
-            if isinstance(table, TokenTable):
-                self.longest_token_chars = max((len(piece) for piece in table.pieces if piece), default=1)
 
     async def _close(self) -> None:
         """Close all parts that were opened, in any state; then set `_started`, for tasks that wait in `start`."""

@@ -131,7 +131,7 @@ class Stream(NotCopied):
             EngineOverloaded, StepFailed, EngineDead, EngineClosed: the request has ended with this error.
         """
         state = self._entered()
-        await state.wait_begun()
+        await state.started.wait()
         if state.is_ended and state.error is not None:
             self._is_exhausted = True
             raise state.error.anew()
@@ -144,16 +144,16 @@ class Stream(NotCopied):
             raise state.error.anew()
         return self.result
 
-    def watch(self, on_news: Callable[[], None]) -> None:
-        """Call ``on_news``, on the loop, when there is something new to read or the request ends; at once if so now.
+    def watch(self, on_change: Callable[[], None]) -> None:
+        """Call ``on_change``, on the loop, when there is something new to read or the request ends; at once if so now.
 
         With `take` or `poll`, for one reader of many streams instead of a task for each. It is called once for all
         unread output of a choice, and again only after that was read: read until `take` returns None.
 
-        ``on_news`` must only wake a reader, and not read: it runs inside the engine's own work on this request. Its
+        ``on_change`` must only wake a reader, and not read: it runs inside the engine's own work on this request. Its
         errors are logged. It must not hold the engine, since an engine that is dropped is to close itself.
         """
-        self._entered().watch(on_news)
+        self._entered().watch(on_change)
 
     def take(self) -> CompletionDelta | None:
         """The next delta, as by ``async for``, without waiting; None if there is none now, or at the end.
@@ -177,7 +177,7 @@ class Stream(NotCopied):
     def is_ended(self) -> bool:
         """Whether the request has ended and all of it was read, its error included: `take` returns nothing more."""
         state = self._entered()
-        return self._is_exhausted or (state.is_ended and state.error is None and not state.has_news)
+        return self._is_exhausted or (state.is_ended and state.error is None and not state.has_output)
 
     def poll(self) -> RequestOutput:
         """Read all output so far and return it, without waiting.
