@@ -17,8 +17,7 @@ from server.conftest import ADAPTERS, Adapter, events_of, openai_client, plain_c
 
 from aioengine import Engine
 from aioengine.outputs import CompletionDelta, CompletionOutput, FinishReason, Logprob, RequestOutput, TokenLogprobs
-from aioengine.server.answers import ChatAnswer, CompletionAnswer, Extras, usage_of
-from aioengine.server.text_place import TextPlace
+from aioengine.server.answers import ChatAnswer, CompletionAnswer, Extras, TextPlace, usage_of
 from aioengine.testing import FakeExecutor
 
 HEAD: dict[str, object] = {"id": "cmpl-1", "created": 1_700_000_000, "model": 'a "model"\n'}

@@ -6,6 +6,7 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 
 import anyio
 import pytest
@@ -69,7 +70,7 @@ def test_without_settings_a_server_says_why_it_ends() -> None:
     with theirs:
         ours.send(b"\0\0")
         ours.close()
-        with pytest.raises(ConfigError, match="gone before it said what to serve"):
+        with pytest.raises(ConfigError, match="gone before it sent its settings"):
             receive_settings(theirs)
 
 
@@ -186,7 +187,7 @@ async def test_a_silent_server_is_given_up_but_not_for_what_its_parent_has_slept
         await tasks.end(watching)
         assert scope.cancel_called
         assert STALL_TIMEOUT_S < anyio.current_time() - heard_at <= 1.5 * STALL_TIMEOUT_S
-        assert "has said nothing for 30 s" in server.describe_exit()
+        assert "has sent nothing for 30 s" in server.describe_exit()
 
 
 def test_each_server_of_a_port_has_its_own_responses_and_says_so_of_those_that_it_does_not_have() -> None:
@@ -200,7 +201,7 @@ def test_each_server_of_a_port_has_its_own_responses_and_says_so_of_those_that_i
         find_item = server.item_finder("0 red")
         for ask, status in (
             (server.find, 404),
-            (server.conversation, 400),
+            (partial(server.find, is_previous=True), 400),
             (server.delete, 404),
             (lambda _, find_item=find_item: find_item("msg_0"), 404),
         ):

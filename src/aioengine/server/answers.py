@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import bisect
+import codecs
 import itertools
 import sys
 from abc import ABC, abstractmethod
@@ -20,8 +21,63 @@ import aioengine
 from aioengine.outputs import CompletionDelta, CompletionOutput, FinishReason, Logprob, RequestOutput, TokenLogprobs
 from aioengine.server.decoding import IDS_A_TURN
 from aioengine.server.errors import ApiError
-from aioengine.server.text_place import TextPlace
 from aioengine.tool_calls.calls import ToolCallDelta
+
+
+class TextPlace:
+    """A place in a text, in characters, that moves on token by token.
+
+    OpenAI's ``text_offset`` counts characters of the text, where a token may hold a part of a character.
+
+    Args:
+        token_bytes: `Engine.token_bytes`.
+        prompt: the text, if it is known: special tokens that are not in it, as the first may be, do not move the place.
+        offset: the place of the first token.
+        skips_special: the text is without special tokens.
+    """
+
+    def __init__(
+        self,
+        token_bytes: Callable[..., list[bytes]],
+        prompt: str | None = None,
+        *,
+        offset: int = 0,
+        skips_special: bool = False,
+    ) -> None:
+        self._token_bytes = token_bytes
+        self._prompt = prompt
+        self._offset = offset
+        self._skips_special = skips_special
+        self._is_start = prompt is None
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        """Holds the bytes of a character that is not complete."""
+
+    def move(self, token_id: int, shown: str) -> int:
+        """Move past a token, which is shown as ``shown``; returns the token's place in the text.
+
+        A token that continues a character has the place of that character.
+        """
+        (data,) = self._token_bytes([token_id], is_start=self._is_start, skip_special_tokens=self._skips_special)
+        self._is_start = False
+        is_open = bool(self._decoder.getstate()[0])
+        if is_open and data and data[0] & 0xC0 != 0x80:  # nothing completes it, and the text has U+FFFD
+            self._offset += len(self._decoder.decode(b"", True))
+            is_open = False
+        begin = self._offset
+        if self._prompt is not None and not is_open:
+            data = self._found(token_id, data, self._prompt)
+        self._offset += len(self._decoder.decode(data))
+        return begin + (data[:1] == b" " and bool(shown) and shown[0] != " ")  # some vocabularies show no space
+
+    def _found(self, token_id: int, data: bytes, prompt: str) -> bytes:
+        """A token's bytes as the prompt has them; none if it is a special token that is not there."""
+        text = data.decode(errors="ignore")
+        if prompt.startswith(text, self._offset):
+            return data
+        if text[:1] == " " and prompt.startswith(text[1:], self._offset):  # some tokenizers put it before a text
+            return data[1:]
+        return data if any(self._token_bytes([token_id], is_start=False, skip_special_tokens=True)) else b""
+
 
 encode = msgspec.json.Encoder().encode
 
@@ -120,14 +176,6 @@ def _likeliest(position: TokenLogprobs, num_top: int) -> TokenLogprobs:
     return {token_id: entry for token_id, entry in position.items() if token_id == own or entry.rank <= num_top}
 
 
-def plain_position(position: TokenLogprobs, num_top: int) -> dict[int, dict[str, Any]]:
-    """A position of a prompt in vLLM's format."""
-    return {
-        token_id: {"logprob": _finite(entry.logprob), "rank": entry.rank, "decoded_token": entry.decoded_token}
-        for token_id, entry in _likeliest(position, num_top).items()
-    }
-
-
 def _name_of(token_id: int, entry: Logprob, *, is_by_ids: bool) -> str:
     """A token's name: its text, or ``token_id:`` and its id, as in vLLM."""
     return f"token_id:{token_id}" if is_by_ids else entry.decoded_token or ""
@@ -136,6 +184,14 @@ def _name_of(token_id: int, entry: Logprob, *, is_by_ids: bool) -> str:
 def _finite(logprob: float) -> float:
     """A log-probability of at least -9999, vLLM's floor: JSON has no infinities."""
     return max(logprob, -9999.0)
+
+
+def _plain_position(position: TokenLogprobs, num_top: int) -> dict[int, dict[str, Any]]:
+    """A position of a prompt in vLLM's format."""
+    return {
+        token_id: {"logprob": _finite(entry.logprob), "rank": entry.rank, "decoded_token": entry.decoded_token}
+        for token_id, entry in _likeliest(position, num_top).items()
+    }
 
 
 DONE = b"data: [DONE]\n\n"
@@ -161,10 +217,13 @@ def usage_of(outputs: Sequence[RequestOutput], *, is_prompt_alone: bool = False)
     }
 
 
+LINE_ENDS = tuple((end.encode(), b"\\u%04x" % ord(end)) for end in "\x85\u2028\u2029")
+
+
 def in_one_line(data: bytes) -> bytes:
     """JSON whose further line ends are escaped: clients that use Python's ``splitlines`` would split it there."""
-    for end in "\x85\u2028\u2029":
-        data = data.replace(end.encode(), b"\\u%04x" % ord(end))
+    for end, escaped in LINE_ENDS:
+        data = data.replace(end, escaped)
     return data
 
 
@@ -368,7 +427,7 @@ class ChoicesAnswer(Answer):
             fields += b',"prompt_logprobs":null'
         else:
             positions = await self._in_turns(
-                output.prompt_logprobs or (), lambda each: encode(each and plain_position(each, num_top))
+                output.prompt_logprobs or (), lambda each: encode(each and _plain_position(each, num_top))
             )
             fields += b',"prompt_logprobs":[%b]' % b",".join(positions)
         return fields

@@ -360,24 +360,20 @@ class Api:
             raise overloaded("all that may be served at once is (max_concurrent_requests); try again later", 1)
         self._num_open += 1
         try:
-            if self.engine.health().status == "STARTING":
-                await self._wait_for_start()
+            if self.engine.health().status == "STARTING":  # waiting requests count among those served at once
+                try:
+                    with anyio.fail_after(START_TIMEOUT_S):
+                        await self.engine.wait_started()
+                except TimeoutError:
+                    raise unavailable("the engine is still starting; try again later") from None
+                except EngineClosed:
+                    raise
+                except Exception as error:  # its message may name files; the engine's starter gets it
+                    raise unavailable("the engine could not be started") from error
             await turns_here().take()
             return await route.handler(exchange, record)
         finally:
             self._num_open -= 1
-
-    async def _wait_for_start(self) -> None:
-        """Wait until the engine serves; waiting requests count among those that are served at once."""
-        try:
-            with anyio.fail_after(START_TIMEOUT_S):
-                await self.engine.wait_started()
-        except TimeoutError:
-            raise unavailable("the engine is still starting; try again later") from None
-        except EngineClosed:
-            raise
-        except Exception as error:  # its message may name files; the engine's starter gets it
-            raise unavailable("the engine could not be started") from error
 
     async def _read(self, exchange: Exchange, kind: type[T]) -> T:
         return await self._bodies.read(exchange, kind, self.config.body_limit(self.engine.info.max_model_len))
@@ -524,8 +520,8 @@ class Api:
     @cached_property
     def _openapi(self) -> dict[str, Any]:
         """The OpenAPI document; made at its first use, since it takes 20 ms."""
-        routes = [route for routes in self._routes.values() for route in routes.values()]
-        return make_document([(route.method, route.path, route.body) for route in routes], self.config)
+        routes = (route for routes in self._routes.values() for route in routes.values())
+        return make_document(((route.method, route.path, route.body) for route in routes), self.config)
 
     async def _make(self, make: Callable[[], Response], exchange: Exchange, record: RequestRecord) -> Response:
         """The response that ``make`` returns, for a route that looks at nothing of its request."""

@@ -35,13 +35,10 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Bytes[Annotated[int, Meta(ge=1024)] | None],
         Meta(description="largest request body; absent: 32 bytes for each token of max_model_len, 1 MiB"),
     ] = None  # type: ignore[assignment]
-    max_concurrent_requests: (
-        Annotated[
-            Count,
-            Meta(description="requests served at once; absent: max_num_seqs and max_waiting together, of each replica"),
-        ]
-        | None
-    ) = None
+    max_concurrent_requests: Annotated[
+        Count | None,
+        Meta(description="requests served at once; absent: max_num_seqs and max_waiting together, of each replica"),
+    ] = None
     max_prompts: Annotated[Count, Meta(description="most prompts in one request")] = 128
     max_messages: Annotated[Count, Meta(description="most messages in one chat request")] = 2048
     body_timeout_s: Annotated[Seconds, Meta(description="a request body must have come within this time")] = 30.0
@@ -49,14 +46,14 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Seconds, Meta(description="a client that takes nothing of its answer for so long is cut off")
     ] = 30.0
     keepalive_s: Annotated[
-        Seconds, Meta(description="a stream that has nothing to say for so long sends a comment, for proxies")
+        Seconds, Meta(description="a stream without events for so long sends a comment, for proxies")
     ] = 15.0
     max_unread_tokens: Annotated[
         Count, Meta(description="a stream whose client has so many tokens unread is not computed further until then")
     ] = 4096
     unknown_fields: Annotated[
         Literal["ignore", "refuse"],
-        Meta(description="of requests: ignore says each one's name once in the log, refuse answers 400"),
+        Meta(description="of requests: ignore logs each one's name once, refuse answers 400"),
     ] = "ignore"
     max_stored_responses: Annotated[
         int,
@@ -65,17 +62,10 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_stored_response_bytes: Annotated[
         Bytes[int], Meta(ge=0, description="bytes of all of them together, each with the conversation before it")
     ] = 2**26  # type: ignore[assignment]
-    tenant_header: (
-        Annotated[
-            str,
-            Meta(
-                pattern=r"^[A-Za-z][A-Za-z0-9-]*$",
-                description="header that names a request's tenant (fair scheduling), as a proxy sets it; absent: the"
-                " body's tenant",
-            ),
-        ]
-        | None
-    ) = None
+    tenant_header: Annotated[
+        Annotated[str, Meta(pattern=r"^[A-Za-z][A-Za-z0-9-]*$")] | None,
+        Meta(description="header with a request's tenant (fair scheduling), set by a proxy; absent: the body's tenant"),
+    ] = None
     root_path: Annotated[
         str,
         Meta(
@@ -87,7 +77,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         bool, Meta(description="streams end with their usage, unless stream_options has include_usage false")
     ] = False
     return_tokens_as_token_ids: Annotated[
-        bool, Meta(description="write the tokens of log-probabilities as token_id:ID, unless a request says otherwise")
+        bool, Meta(description="write the tokens of log-probabilities as token_id:ID, unless a request asks otherwise")
     ] = False
     log_probes: Annotated[
         bool, Meta(description="log requests of /health, /ping, /load, /metrics and /version, too, that are answered")
@@ -102,18 +92,13 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         tuple[Text, ...],
         Meta(description="origins whose pages may read answers (CORS), or *; for an app that is served alone"),
     ] = ()
-    allowed_hosts: (
-        Annotated[
-            tuple[Text, ...],
-            Meta(
-                min_length=1,
-                description="names that requests may call this server by (Host header), without port, or *;"
-                " absent: any, but for `serve` at an address of this machine alone and without keys: that address and"
-                " localhost",
-            ),
-        ]
-        | None
-    ) = None
+    allowed_hosts: Annotated[
+        Annotated[tuple[Text, ...], Meta(min_length=1)] | None,
+        Meta(
+            description="names that requests may call this server by (Host header), without port, or *; absent: any,"
+            " but for `serve` at an address of this machine alone and without keys: that address and localhost"
+        ),
+    ] = None
 
     def __post_init__(self) -> None:
         # By hand, since the messages of `check_fields` show the value.

@@ -65,11 +65,9 @@ class Exchange(Protocol):
         Raises:
             ClientGone: the rest will not come.
         """
-        ...
 
     async def gone(self) -> None:
         """Wait until the client has left. Call it only once the body has been read to its end."""
-        ...
 
     async def start(self, status: int, headers: Mapping[str, str]) -> None:
         """Begin a response that is written in pieces. This, `write` and `end` wait while the client reads more slowly
@@ -78,7 +76,6 @@ class Exchange(Protocol):
         Raises:
             ClientGone, ConnectionError: the client has left; some frameworks do not report it, and drop the data.
         """
-        ...
 
     async def write(self, data: bytes) -> None: ...
 
@@ -86,14 +83,12 @@ class Exchange(Protocol):
 
     async def respond(self, response: Response) -> None:
         """Send a whole response."""
-        ...
 
     def cut(self) -> None:
         """End the connection at once, and drop what is still buffered for the client. Idempotent.
 
         If the server has no function for that, the connection ends when its owner closes it.
         """
-        ...
 
 
 def read_headers(raw: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:

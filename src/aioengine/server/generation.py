@@ -255,7 +255,7 @@ class GenerationCall:
         mode = choice.get("type") if isinstance(choice, dict) else choice
         if tools and not self._engine.has_tools and mode in (None, "auto", "none"):
             tools = None
-            why = "the format of this model's calls cannot be told from its chat template (--tool-format names one)"
+            why = "the format of this model's calls is not known from its chat template (--tool-format names one)"
             warn_once("tools", why)
         return {
             "tools": tools,

@@ -345,18 +345,15 @@ class HttpProtocol(HttpToolsProtocol):
             return
         client = self.client[0] if self.client else ""  # a Unix socket's has no name
         logger.info("refused %s: %d %s", client or "a client", error.status, error.message)
-        if self._is_idle:
-            self._answer(error)
-        elif not self.cycle.more_body:  # it stands behind requests that were whole
-            self._make_last()
-        elif self.cycle.response_started or any(not cycle.response_complete for cycle in self._cycles[:-1]):
-            self.transport.abort()  # an answer now would stand in the middle of another one
-        else:
+        if not self._is_idle:
+            if not self.cycle.more_body:  # it stands behind requests that were whole
+                self._make_last()
+                return
+            if self.cycle.response_started or any(not cycle.response_complete for cycle in self._cycles[:-1]):
+                self.transport.abort()  # an answer now would stand in the middle of another one
+                return
             self.cycle.disconnected = True
             self.cycle.message_event.set()
-            self._answer(error)
-
-    def _answer(self, error: ApiError) -> None:
         response = error.response()
         headers = {**response.headers, "content-length": str(len(response.body)), "connection": "close"}
         lines = [name + b": " + value + b"\r\n" for name, value in self._state.default_headers]

@@ -77,7 +77,7 @@ async def serve(
         listener: where; it is closed in the end.
         stop: asked from the loop's own thread, such as by `asked_by_signals`.
         on_serving: called once clients can come.
-        on_drain: called when draining begins: ``/health`` is to say so from then on.
+        on_drain: called when draining begins: ``/health`` is to report it from then on.
     Raises:
         ConfigError: the place was taken meanwhile.
         EngineDead: the engine has died; clients that waited for an answer have had `ABORT_GRACE_S` to read an error.

@@ -14,12 +14,12 @@ Outcome = Literal["ok", "refused", "client_gone", "cut", "shed", "error"]
 """How a request ended.
 
 - ok: the whole response was sent, and it was what was asked for.
-- refused: something was wrong with the request, and the whole response (4xx) said what; or an error in the middle of a
-  stream did, where that was found only then.
+- refused: something was wrong with the request, and the whole response (4xx) reported it; or an error in the middle of
+  a stream did, where that was found only then.
 - client_gone: the client left before that.
 - cut: the client stopped reading, and the server ended the connection.
 - shed: it was refused for want of room (503), before any costly work.
-- error: the server's fault: a 5xx, or an error in the middle of a stream. A `/health` that says 503 is one, too, and
+- error: the server's fault: a 5xx, or an error in the middle of a stream. A `/health` of 503 is one, too, and
   nothing was raised for it.
 """
 
@@ -41,7 +41,7 @@ class RequestRecord(msgspec.Struct, kw_only=True, weakref=True):
     It holds no prompt, no key, no header but the id and the trace, and nothing after a path's question mark.
 
     Attributes:
-        owner: whose stored responses it may use: the number of its key, and the tenant that a proxy says. Never logged.
+        owner: whose stored responses it may use: the number of its key, and the tenant of a proxy. Never logged.
         request_id: the client's own if `access_log.request_id_of` found it fit, else made.
         path: below the mount, without the query.
         route: the path's template, such as ``/v1/models/{id}``: what metrics and spans are named by.
@@ -50,7 +50,7 @@ class RequestRecord(msgspec.Struct, kw_only=True, weakref=True):
         status: of the response; 0 while none has begun.
         error: what was raised. With a status of 500 and above, or with the outcome "error", it goes to the log with
             its traceback, and never to the client.
-        error_code, error_param: the "code" and "param" of the body that told the client of an error; never its
+        error_code, error_param: the "code" and "param" of the body that reported an error; never its
             message, which may quote the client.
         model: the served name that the request chose.
         n, max_tokens: as the engine takes them, where the request has them.

@@ -110,13 +110,13 @@ def read_response_tools(tools: list[Any] | None, choice: Any, leave_out: Callabl
 
 def _of_custom(tool: dict[str, Any], named: ClientTool) -> dict[str, Any]:
     """A custom tool as a function; the grammar of its input goes into the description, and constrains nothing."""
-    said = [tool.get("description")]
+    texts = [tool.get("description")]
     form = tool.get("format")
     if isinstance(form, dict) and form.get("type") == "grammar":
-        said.append(f"The input follows this {form.get('syntax')} grammar:\n{form.get('definition')}")
+        texts.append(f"The input follows this {form.get('syntax')} grammar:\n{form.get('definition')}")
     about = {"type": "string", "description": "The tool's whole input, as plain text"}
     schema = {"type": "object", "properties": {INPUT: about}, "required": [INPUT], "additionalProperties": False}
-    description = "\n\n".join(text for text in said if isinstance(text, str))
+    description = "\n\n".join(text for text in texts if isinstance(text, str))
     return {"type": "function", "name": named.function, "description": description, "parameters": schema}
 
 
@@ -464,16 +464,6 @@ class ResponseAnswer(PartsAnswer):
         self._end_items(choice)
         return self._whole_body(outputs[0])
 
-    def _usage(self, output: RequestOutput) -> Usage:
-        usage = usage_of([output])
-        return {
-            "input_tokens": usage["prompt_tokens"],
-            "input_tokens_details": {"cached_tokens": output.num_cached_tokens, "cache_write_tokens": 0},
-            "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": num_reasoning_tokens(output.outputs[0], self._token_bytes)},
-            "total_tokens": usage["total_tokens"],
-        }
-
     def _body(self, status: str, reason: FinishReason | None, usage: Usage | None, error: Any = None) -> bytes:
         """The response with the items that have ended; the first message has the log-probabilities of all tokens."""
         items, positions = [], self._positions
@@ -537,7 +527,15 @@ class ResponseAnswer(PartsAnswer):
     def _whole_body(self, output: RequestOutput) -> bytes:
         """The body of the ended response, which is kept."""
         (choice,) = output.outputs
-        body = self._body(_status_of(choice), choice.finish_reason, self._usage(output))
+        counts = usage_of([output])
+        usage = {
+            "input_tokens": counts["prompt_tokens"],
+            "input_tokens_details": {"cached_tokens": output.num_cached_tokens, "cache_write_tokens": 0},
+            "output_tokens": counts["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": num_reasoning_tokens(choice, self._token_bytes)},
+            "total_tokens": counts["total_tokens"],
+        }
+        body = self._body(_status_of(choice), choice.finish_reason, usage)
         self._keep(body, choice)
         return body
 
@@ -596,10 +594,10 @@ class ResponseAnswer(PartsAnswer):
         item, self._open, self._part = self._open, None, None
         if item is None:
             return b""
-        said = "".join(self._texts)
+        whole = "".join(self._texts)
         if item.tool is not None:
-            status = status or ("completed" if _is_whole(said) else "incomplete")
-            fields = item.tool.fields(said)
+            status = status or ("completed" if _is_whole(whole) else "incomplete")
+            fields = item.tool.fields(whole)
             if item.tool.is_custom:
                 kind, text = b"response.custom_tool_call_input.", line_of(fields["input"])
                 done = self._event(kind + b"delta", b'%b,"delta":%b' % (item.place, text))
@@ -608,15 +606,15 @@ class ResponseAnswer(PartsAnswer):
                 kind = b"response.function_call_arguments.done"
                 done = self._event(kind, b"%b,%b" % (item.place, line_of(fields)[1:-1]))
         else:
-            kind, text = PART_TYPES[item.part], line_of(said)
+            kind, text = PART_TYPES[item.part], line_of(whole)
             logprobs = b',"logprobs":[]' if item.part == "text" else b""
             done = self._event(b"response.%b.done" % kind, b'%b,"text":%b%b' % (item.place, text, logprobs))
             part = part_of(item.part, text)
             done += self._event(b"response.content_part.done", b'%b,"part":%b' % (item.place, part))
         status = status or "completed"
-        self._done.append((item, status, said))
+        self._done.append((item, status, whole))
         # Log-probabilities, of which there may be megabytes, are sent only twice: in deltas, and at the response's end.
-        ended = b'"output_index":%d,"item":%b' % (item.number, self._encoded(item, status, said))
+        ended = b'"output_index":%d,"item":%b' % (item.number, self._encoded(item, status, whole))
         return done + self._event(b"response.output_item.done", ended)
 
 

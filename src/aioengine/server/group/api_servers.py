@@ -52,11 +52,11 @@ class ApiServers:
     Args:
         make: makes the server of an index, unstarted; called again for each start.
         num_servers: that are to serve.
-        drain_timeout_s: that they have to end when they are told to; they are killed `END_GRACE_S` later.
+        drain_timeout_s: that they have to end; they are killed `END_GRACE_S` later.
         start_timeout_s: for a server to serve; then it is killed and has failed.
         on_all_serving: called when all serve for the first time.
         on_exit: called with the index of a server that has exited, and whether it is to be started again.
-        on_stopping: called before the servers are told to end.
+        on_stopping: called before the servers are to end.
     Attributes:
         serving: the indices of those that serve.
     """

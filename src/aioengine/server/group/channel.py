@@ -121,7 +121,7 @@ def receive_settings(end: socket.socket) -> ServerSettings:
         while len(data) < num_bytes:
             piece = end.recv(num_bytes - len(data))  # no more: what follows is the loop's to read
             if not piece:
-                raise ConfigError("the process that started this server is gone before it said what to serve")
+                raise ConfigError("the process that started this server is gone before it sent its settings")
             data += piece
         return data
 

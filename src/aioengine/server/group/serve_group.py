@@ -120,7 +120,7 @@ class ServerProcess:
         while True:
             is_on_time = await sleep_on_time(STALL_TIMEOUT_S / 4, STALL_TIMEOUT_S / 4, anyio.current_time)
             if is_on_time and anyio.current_time() - self._heard_at > STALL_TIMEOUT_S:
-                self._failure = f"{self.name} has said nothing for {STALL_TIMEOUT_S:g} s, and was killed"
+                self._failure = f"{self.name} has sent nothing for {STALL_TIMEOUT_S:g} s, and was killed"
                 scope.cancel()
                 return
 
@@ -193,7 +193,7 @@ async def serve_group(
 
     Args:
         settings: of all servers.
-        listeners: their sockets are closed when the servers are told to end. With ``engine`` one listener, bound for
+        listeners: their sockets are closed when the servers are to end. With ``engine`` one listener, bound for
             ``settings.num_servers``: each server connects to the engine at ``engine_address``. Without it one for each
             server, which starts an engine of ``engine_config`` in its process and knows nothing of the others, for a
             balancer outside; its port refuses clients while it does not serve.
