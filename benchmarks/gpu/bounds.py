@@ -6,7 +6,7 @@ import statistics
 
 import torch
 
-from aioengine.kernels.call_times import call_times, copy_bytes_per_s
+from aioengine.kernels.kernel_check import call_times, copy_bytes_per_s
 from benchmarks.gpu.rows import Bounds
 from benchmarks.gpu.sizes import Sizes
 

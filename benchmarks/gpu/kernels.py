@@ -13,8 +13,8 @@ from collections.abc import Iterator
 import msgspec
 import torch
 
-from aioengine.kernels.call_times import call_times
 from aioengine.kernels.kernel_cases import GROUPS, Case, CaseSizes, Inputs
+from aioengine.kernels.kernel_check import call_times
 from aioengine.kernels.operations import Operations, plain_torch
 from aioengine.kernels.triton import find_launchers, triton_operations
 from benchmarks.gpu.rows import Bounds, KernelResult
@@ -44,7 +44,7 @@ def time_case(
         median_s = statistics.median(call_times(call, device, repetitions=repetitions))
     except Exception as error:
         return msgspec.structs.replace(result, reason=describe(error))
-    of_bytes, of_flops = case.num_bytes / bounds.copy_bytes_per_s, case.flops / bounds.matrix_flops
+    of_bytes, of_flops = case.count_bytes(operations) / bounds.copy_bytes_per_s, case.flops / bounds.matrix_flops
     bound_s = max(of_bytes, of_flops)
     return msgspec.structs.replace(
         result,

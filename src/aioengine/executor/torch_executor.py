@@ -95,7 +95,7 @@ class TorchExecutor:
         device = Device(config)
         stats = ExecutorStats()
         thread = DeviceThread(num_threads=config.num_threads, on_end=device.free)
-        find = find_accelerator or (lambda: _find_accelerator(config, folder))
+        find = find_accelerator or (lambda: _find_accelerator(config, folder, thread.should_stop))
         loop = asyncio.get_running_loop()
 
         def report(done: int, total: int, what: str = LOADING) -> None:
@@ -341,11 +341,12 @@ def _run_foreign(job: Callable[[*Ts], T], *args: *Ts) -> T:
         raise RuntimeError(f"a function that was called in the device thread raised {describe(error)}") from error
 
 
-def _find_accelerator(config: EngineConfig, folder: ModelFolder | None) -> Accelerator:
+def _find_accelerator(config: EngineConfig, folder: ModelFolder | None, should_stop: Callable[[], bool]) -> Accelerator:
     """The device that ``config.device`` names; "auto" is the CPU if there is no GPU, or no Triton.
 
     Raises:
         ConfigError: there is no such GPU, or Triton is missing; and as `_host`.
+        LoadStopped: ``should_stop`` returned True.
     """
     device = config.device
     found = find_cuda(device)
@@ -361,7 +362,13 @@ def _find_accelerator(config: EngineConfig, folder: ModelFolder | None) -> Accel
             f"device={device!r} needs Triton, which a torch for CUDA brings ({error}); device='cpu' does not"
         ) from error
     dtype: torch.dtype = read_model_config(folder, config).dtype if folder is not None else torch.float32
-    return CudaAccelerator(found, triton_operations(find_faulty(found, dtype)))
+
+    def check_stopped() -> None:
+        if should_stop():
+            raise LoadStopped
+
+    faulty = find_faulty(found, dtype, check_stopped=check_stopped)
+    return CudaAccelerator(found, triton_operations(faulty))
 
 
 def _host(config: EngineConfig, folder: ModelFolder | None) -> HostAccelerator:

@@ -1,8 +1,8 @@
-"""Kernels against plain torch on this device, in a child process: one that hangs or kills the process costs the child.
+"""Kernels against plain torch on this device, in child processes: one that hangs or kills its process costs that.
 
-At the first start on a GPU each of Triton's kernels runs once, on small and odd shapes. One that does not compile,
-raises, hangs or differs is left to plain torch. What was found is kept by device, driver, torch, Triton, dtype and the
-kernels' sources. ``aioengine check`` runs the same cases and prints them, for native kernels, too.
+At the first start on a GPU each of Triton's kernels runs on small and odd shapes, in as few variants as show it. One
+that does not compile, raises, hangs or differs is left to plain torch. What was found is kept by device, driver, torch,
+Triton, dtype and the kernels' sources. ``aioengine check`` runs all cases and prints them, for native kernels, too.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ import logging
 import math
 import os
 import select
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from aioengine.kernels.cache_folder import cache_folder, keep
-from aioengine.kernels.call_times import call_times, copy_bytes_per_s
 from aioengine.kernels.kernel_cases import GROUPS, ODD, USUAL, Case, Inputs
 from aioengine.kernels.operations import Operations, plain_torch
 from aioengine.kernels.torch.quantized import read_lines
@@ -42,9 +43,11 @@ TOLERANCES = {
 KV caches; other integers are equal."""
 
 DEADLINE_S = 60.0
-"""Longest time of all cases of an operation, compiling included; also of the child's imports."""
+"""Longest time of a case, compiling included; also of the child's imports."""
 
-REPETITIONS = 7
+POLL_S = 0.1
+NUM_CHILDREN = 6
+"""Children of a first check: Triton compiles in one thread, and they share 22 compilations."""
 
 NO_MEMORY = 75
 """Exit code of a child for which the device has no memory, which is no fault of a kernel."""
@@ -59,6 +62,7 @@ class CheckWork(msgspec.Struct, frozen=True, kw_only=True):
         modules: that have launchers beside `aioengine.kernels.triton`'s, which they replace.
         operations: to be checked; empty: all that have kernels.
         done: operations to be passed over.
+        is_brief: as in `Inputs`.
         is_timed: cases run at usual sizes, too, and are timed.
     """
 
@@ -67,6 +71,7 @@ class CheckWork(msgspec.Struct, frozen=True, kw_only=True):
     modules: tuple[str, ...] = ()
     operations: tuple[str, ...] = ()
     done: tuple[str, ...] = ()
+    is_brief: bool = False
     is_timed: bool = False
 
 
@@ -74,7 +79,7 @@ class Checked(msgspec.Struct, frozen=True, kw_only=True):
     """Result of a case.
 
     Attributes:
-        error: as `TOLERANCES` count it; None: it brought no result.
+        error: as `TOLERANCES` count it; None: it brought no result; without a problem: it begins.
         problem: why its kernel must not be used; empty: it may be.
         kernel_s, plain_s: medians; bytes_s: what the bytes that it must read and write take; 0: not timed.
     """
@@ -88,102 +93,89 @@ class Checked(msgspec.Struct, frozen=True, kw_only=True):
     bytes_s: float = 0.0
 
 
-class CheckBegan(msgspec.Struct, frozen=True, tag=True):
-    """A child begins the cases of an operation; the last message has the name "": all are done."""
-
-    operation: str
-
-
-class CheckEnded(msgspec.Struct, frozen=True, tag=True):
-    checked: Checked
-
-
 # The parent's side
 
 
-def run_checks(work: CheckWork, *, deadline_s: float = DEADLINE_S) -> Iterator[Checked]:
-    """Check operations in children, each of which ends with this process.
+def run_checks(
+    work: CheckWork, *, deadline_s: float = DEADLINE_S, check_stopped: Callable[[], object] = lambda: None
+) -> Iterator[Checked]:
+    """Check operations in a child, and in another one without the operation that ended it; each ends with this process.
 
     Args:
-        deadline_s: of the cases of an operation.
+        deadline_s: of a case.
+        check_stopped: called about each `POLL_S`; what it raises ends the check.
     Raises:
         RuntimeError: a child could not begin, and the message is the end of what it wrote.
         OSError: there is no process to be had.
     """
-    done: list[str] = []
-    while True:
-        current = yield from _run_child(msgspec.structs.replace(work, done=(*work.done, *done)), deadline_s, done)
-        if current is None:
-            return
+    seen = dict.fromkeys(work.done)
+    problem = "begins"
+    while problem:
+        begun: Checked | None = None
+        with tempfile.TemporaryFile() as errors:  # a pipe would hold up a child that writes much
+            encoded = msgspec.json.encode(msgspec.structs.replace(work, done=tuple(seen))).decode()
+            child = subprocess.Popen(
+                [sys.executable, "-P", "-c", _CHECK, str(os.getpid()), encoded],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            )
+            try:
+                for checked in _read_results(child, deadline_s, check_stopped):
+                    seen[checked.operation] = None
+                    is_over = checked.error is not None or bool(checked.problem)
+                    begun = None if is_over else checked
+                    if is_over:
+                        yield checked
+                code = child.wait(deadline_s)
+                problem = f"it ended its process with code {code}" if code else ""
+                if code == NO_MEMORY:
+                    begun, problem = None, "the device has too little memory left"
+            except TimeoutError:
+                problem = f"it did not end within {deadline_s:g} s"
+            finally:
+                child.kill()
+                child.communicate()
+            if problem and begun is None:
+                errors.seek(0)
+                raise RuntimeError(f"{problem}: {errors.read().decode(errors='replace').strip()[-1000:]}")
+        if begun is not None:
+            yield msgspec.structs.replace(begun, problem=problem)
 
 
-def _run_child(work: CheckWork, deadline_s: float, done: list[str]) -> Generator[Checked, None, str | None]:
-    """As `run_checks`, until the child ends; ``done`` gets the operations that it ended or ended with.
-
-    Returns:
-        the operation that it ended with before its time; None: it has done all.
-    """
-    paths = os.pathsep.join(path for path in sys.path if path)
-    errors = tempfile.TemporaryFile()  # noqa: SIM115  a pipe would hold up a child that writes much
-    child = subprocess.Popen(
-        [sys.executable, "-P", "-c", _CHECK, str(os.getpid()), msgspec.json.encode(work).decode()],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=errors,
-        env={**os.environ, "PYTHONPATH": paths},
-    )
-    current, problem = None, ""
-    try:
-        for message in _messages(child, deadline_s):
-            if isinstance(message, CheckEnded):
-                yield message.checked
-                continue
-            if current is not None:
-                done.append(current)
-            current = message.operation
-            if not current:
-                return None
-        problem = f"it ended its process with code {child.wait(deadline_s)}"
-        if child.returncode == NO_MEMORY:
-            current, problem = None, "the device has too little memory left"
-    except TimeoutError:
-        problem = f"it did not end within {deadline_s:g} s"
-    finally:
-        child.kill()
-        child.communicate()
-        errors.seek(0)
-        last_output = errors.read().decode(errors="replace").strip()[-1000:]
-        errors.close()
-    if current is None:
-        raise RuntimeError(f"{problem}: {last_output}")
-    done.append(current)
-    yield Checked(operation=current, problem=problem)
-    return current
-
-
-def _messages(child: subprocess.Popen[bytes], deadline_s: float) -> Iterator[CheckBegan | CheckEnded]:
-    """Yield the messages of a child until its end.
+def _read_results(
+    child: subprocess.Popen[bytes], deadline_s: float, check_stopped: Callable[[], object]
+) -> Iterator[Checked]:
+    """Yield what a child writes until its end.
 
     Raises:
-        TimeoutError: it took longer than the deadline for an operation.
+        TimeoutError: a case took longer than the deadline.
     """
     assert child.stdout is not None
     pipe, rest, ends_at_s = child.stdout.fileno(), b"", time.monotonic() + max(deadline_s, DEADLINE_S)
     while True:
-        if not select.select([pipe], [], [], max(0.0, ends_at_s - time.monotonic()))[0]:
-            raise TimeoutError
+        check_stopped()
+        if not select.select([pipe], [], [], POLL_S)[0]:
+            if time.monotonic() > ends_at_s:
+                raise TimeoutError
+            continue
         data = os.read(pipe, 65536)
         if not data:
             return
         *lines, rest = (rest + data).split(b"\n")
-        for line in lines:
-            message: CheckBegan | CheckEnded = msgspec.json.decode(line, type=CheckBegan | CheckEnded)
-            if isinstance(message, CheckBegan):
-                ends_at_s = time.monotonic() + deadline_s
-            yield message
+        ends_at_s = time.monotonic() + deadline_s
+        yield from (msgspec.json.decode(line, type=Checked) for line in lines)
 
 
-def find_faulty(device: torch.device, dtype: torch.dtype, *, deadline_s: float = DEADLINE_S, **fields: Any) -> set[str]:
+def find_faulty(
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    deadline_s: float = DEADLINE_S,
+    check_stopped: Callable[[], object] = lambda: None,
+    **fields: Any,
+) -> set[str]:
     """Operations whose Triton kernels must not be used on a device; checks them where no earlier start has.
 
     A warning names those that are found, at each start. If kernels cannot be checked, a warning is logged and all are
@@ -192,15 +184,27 @@ def find_faulty(device: torch.device, dtype: torch.dtype, *, deadline_s: float =
     Args:
         dtype: of activations.
         fields: of `CheckWork`.
+    Raises:
+        Exception: what ``check_stopped`` raises.
     """
-    work = CheckWork(device=str(device), dtype=str(dtype).removeprefix("torch."), **fields)
+    work = CheckWork(device=str(device), dtype=str(dtype).removeprefix("torch."), is_brief=True, **fields)
     kept_as = f"gpu-kernels-{_key(device, work)}.json"
     try:
         problems = msgspec.json.decode((cache_folder() / kept_as).read_bytes(), type=dict[str, str])
     except (OSError, msgspec.DecodeError):
         logger.info("checking the GPU's kernels against plain torch, once a device")
+        from aioengine.kernels.triton import find_launchers
+
+        names = work.operations or tuple(sorted(find_launchers(work.modules)))
+        shares = [names[first::NUM_CHILDREN] for first in range(min(NUM_CHILDREN, len(names)))]
+
+        def check_share(share: tuple[str, ...]) -> list[Checked]:
+            replaced = msgspec.structs.replace(work, operations=share)
+            return list(run_checks(replaced, deadline_s=deadline_s, check_stopped=check_stopped))
+
         try:
-            found = list(run_checks(work, deadline_s=deadline_s))
+            with ThreadPoolExecutor(NUM_CHILDREN) as pool:
+                found = [checked for share in pool.map(check_share, shares) for checked in share]
         except (RuntimeError, OSError) as error:
             logger.warning("the GPU's kernels could not be checked, and are used as they are: %s", error)
             return set()
@@ -247,49 +251,43 @@ check(sys.argv[2])
 
 
 def check(encoded: str) -> None:
-    """Do a `CheckWork`, given as JSON, and write messages to stdout."""
+    """Do a `CheckWork`, given as JSON, and write to stdout each case as it begins, and its result."""
     work = msgspec.json.decode(encoded, type=CheckWork)
-    device = torch.device(work.device)
-    dtype: torch.dtype = getattr(torch, work.dtype)
+    device, dtype = torch.device(work.device), getattr(torch, work.dtype)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # Triton launches on the current one
     with torch.inference_mode():
-        operations = _operations_of(work, device)
+        operations = _make_operations(work, device)
         bytes_per_s = copy_bytes_per_s(device) if work.is_timed else math.inf
         cases: dict[str, list[Case]] = {}
         for sizes in (ODD, USUAL) if work.is_timed else (ODD,):
-            inputs = Inputs(sizes, device, dtype, operations)
-            for make in GROUPS:
-                for case in make(inputs):
+            inputs = Inputs(sizes, device, dtype, operations, is_brief=work.is_brief)
+            for case in (case for make in GROUPS for case in make(inputs)):
+                is_wanted = operations.has_kernel(case.operation) and case.operation not in work.done
+                if is_wanted and (not work.operations or case.operation in work.operations):
                     cases.setdefault(case.operation, []).append(case)
-        for operation, of_operation in cases.items():
-            is_wanted = operations.has_kernel(operation) and (not work.operations or operation in work.operations)
-            if not is_wanted or operation in work.done:
-                continue
-            _write(CheckBegan(operation))
-            for case in of_operation:
-                checked = _check_case(case, operations, device, bytes_per_s)
-                _write(CheckEnded(checked))
-                if checked.error is None and device.type == "cuda":
-                    torch.cuda.synchronize()  # a device that it has broken ends this process, and another goes on
-    _write(CheckBegan(""))
+        for case in (case for of_operation in cases.values() for case in of_operation):
+            _write(Checked(operation=case.operation, size=case.size))
+            checked = _check_case(case, operations, device, bytes_per_s)
+            _write(checked)
+            if checked.error is None and device.type == "cuda":
+                torch.cuda.synchronize()  # a device that it has broken ends this process, and another goes on
 
 
-def _operations_of(work: CheckWork, device: torch.device) -> Operations:
+def _make_operations(work: CheckWork, device: torch.device) -> Operations:
     if device.type == "cuda" or work.modules:
         from aioengine.kernels.triton import triton_operations
 
         return triton_operations(modules=work.modules)
     from aioengine.kernels.native.compilation import compile_library
     from aioengine.kernels.native.native_operations import NativeOperations
-    from aioengine.kernels.native.parts import COMMON, parts_of
+    from aioengine.kernels.native.parts import parts_of
     from aioengine.kernels.native.team import Team
 
-    parts = dict.fromkeys((COMMON, *parts_of(work.dtype, "int4")))
-    return NativeOperations(Team(compile_library(parts), torch.get_num_threads()))
+    return NativeOperations(Team(compile_library(parts_of(work.dtype, "int4")), torch.get_num_threads()))
 
 
-def _write(message: CheckBegan | CheckEnded) -> None:
+def _write(message: Checked) -> None:
     sys.stdout.buffer.write(msgspec.json.encode(message) + b"\n")
     sys.stdout.buffer.flush()
 
@@ -300,8 +298,11 @@ def _check_case(case: Case, operations: Operations, device: torch.device, bytes_
         expected = results_of(case, plain_torch)
         error = difference(results_of(case, operations), expected)
         if math.isfinite(bytes_per_s):
-            kernel_s, plain_s = (_median_s(case, each, device) for each in (operations, plain_torch))
-            bytes_s = case.num_bytes / bytes_per_s
+            kernel_s, plain_s = (
+                statistics.median(call_times(case.prepare(each)[0], device, repetitions=7))
+                for each in (operations, plain_torch)
+            )
+            bytes_s = case.count_bytes(operations) / bytes_per_s
             checked = msgspec.structs.replace(checked, kernel_s=kernel_s, plain_s=plain_s, bytes_s=bytes_s)
     except torch.OutOfMemoryError:
         sys.exit(NO_MEMORY)
@@ -309,12 +310,6 @@ def _check_case(case: Case, operations: Operations, device: torch.device, bytes_
         return msgspec.structs.replace(checked, problem=f"{type(raised).__name__}: {raised}".splitlines()[0][:300])
     problem = "" if error <= 1 else f"it differs from plain torch by {error:.3g} times the tolerance ({case.size})"
     return msgspec.structs.replace(checked, error=error, problem=problem)
-
-
-def _median_s(case: Case, operations: Operations, device: torch.device) -> float:
-    call, _ = case.prepare(operations)
-    times = sorted(call_times(call, device, repetitions=REPETITIONS))
-    return times[len(times) // 2]
 
 
 def results_of(case: Case, operations: Operations) -> list[Tensor]:
@@ -340,3 +335,53 @@ def difference(results: list[Tensor], expected: list[Tensor]) -> float:
         if gaps.numel():
             largest = max(largest, float(gaps.max()) / TOLERANCES[ours.dtype])
     return largest
+
+
+# Times
+
+CACHE_BYTES = 256 * 2**20
+"""More than any GPU's L2: what is written between two calls, so that none finds its inputs there."""
+
+AHEAD = 20
+"""Calls that are queued before the first of them is waited for."""
+
+
+def call_times(
+    call: Callable[[], object], device: torch.device, *, repetitions: int, is_cold: bool = True
+) -> list[float]:
+    """Seconds of each call: on a GPU between CUDA events, on a CPU by the clock.
+
+    Args:
+        is_cold: whether the GPU's cache is overwritten before each.
+    """
+    for _ in range(3):
+        call()
+    times: list[float] = []
+    if device.type != "cuda":
+        for _ in range(repetitions):
+            begin_s = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - begin_s)
+        return times
+    trash = torch.empty(CACHE_BYTES if is_cold else 1, dtype=torch.int8, device=device)
+    for first in range(0, repetitions, AHEAD):
+        events = []
+        for _ in range(min(AHEAD, repetitions - first)):
+            # It also keeps the GPU busy while the host launches the call, whose launch is then not in its time.
+            trash.zero_()
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            call()
+            end.record()
+            events.append((begin, end))
+        torch.cuda.synchronize()
+        times += [begin.elapsed_time(end) / 1e3 for begin, end in events]
+    return times
+
+
+def copy_bytes_per_s(device: torch.device, num_bytes: int = 2**28) -> float:
+    """Bytes read and written a second in copies. They are random, since a GPU's clock is higher on zeros."""
+    source = torch.randint(0, 2**31, (num_bytes // 4,), dtype=torch.int32, device=device)
+    target = torch.empty_like(source)
+    times = call_times(lambda: target.copy_(source), device, repetitions=7, is_cold=False)
+    return 2 * num_bytes / statistics.median(times)
