@@ -250,13 +250,13 @@ class Batch:
         fixed.grown[:, 0] = -1
         if len(plan.copied_from):
             deltas.copies = extra.add(np.concatenate((plan.copied_from, plan.copied_to)))
-        num_grown = len(plan.grown_rows)
-        blocks = TableSpans(extra)
-        if plan.added or self._rare:
-            self._add_all(plan.added, blocks, deltas, extra)
-        if num_grown:
-            self._grow(plan, blocks, fixed)
-        deltas.blocks = blocks.end()
+        if plan.added or self._rare or len(plan.grown_rows):
+            blocks = TableSpans(extra)
+            if plan.added or self._rare:
+                self._add_all(plan.added, blocks, deltas, extra)
+            if len(plan.grown_rows):
+                self._grow(plan, blocks, fixed)
+            deltas.blocks = blocks.end()
         if self.rules.is_changed:
             deltas.rules = extra.add(self.rules.words())
         return deltas
@@ -314,7 +314,8 @@ class Batch:
         )
         if flags & ~HAS_CHOICES:
             self._rare[row] = rare
-            rare.logprob_token_ids = np.array(sampling.logprob_token_ids, np.int64)
+            named = np.array(sampling.logprob_token_ids, np.int64)
+            rare.logprob_token_ids = named[named < self._vocab_size]
             if flags & (HAS_PROCESSORS | SCORES_PROMPT):
                 rare.known = added.token_ids.tolist()
             if flags & HAS_PROCESSORS:
@@ -468,11 +469,12 @@ class Batch:
             if len(asking):
                 self._score_prompts(step, asking)
         if any_flags & HAS_NAMED_LOGPROBS and step.features.num_top >= 0:
-            of_rows = [self._rare[row].logprob_token_ids if row in self._rare else NO_IDS for row in rows.tolist()]
-            of_samples = [
-                of_rows[logits_row][of_rows[logits_row] < self._vocab_size]
-                for logits_row in logits_row_of_sample.tolist()
+            is_named = (flags & HAS_NAMED_LOGPROBS > 0).tolist()
+            of_rows = [
+                self._rare[row].logprob_token_ids if is_one else NO_IDS
+                for row, is_one in zip(rows.tolist(), is_named, strict=True)
             ]
+            of_samples = [of_rows[logits_row] for logits_row in logits_row_of_sample.tolist()]
             step.extra_counts = np.array([len(ids) for ids in of_samples], np.int64)
             if step.extra_counts.any():
                 step.is_plain = False

@@ -49,7 +49,8 @@ def make_runner(
     """
     model = decoder.config
     of_cache = cache_dtype(config, model.dtype, is_host=accelerator.is_host)
-    _check_capability(accelerator, of_cache)
+    if of_cache == torch.float8_e4m3fn and accelerator.capability < FP8_CAPABILITY:
+        raise ConfigError(f"kv_cache_dtype='fp8' needs a GPU of capability 8.9 or newer; {accelerator.name} is older")
     layout = layout_of(model.caches, config.block_size, of_cache)
     num_blocks = [0] * len(layout.pools)
 
@@ -64,6 +65,11 @@ def make_runner(
             num_multiprocessors=accelerator.num_multiprocessors,
         )
 
+    graph_sizes: tuple[int, ...] = ()
+    if config.cuda_graphs != "off" and accelerator.can_capture and decoder.is_capturable:
+        # A row of padding is computed like any other: free on a GPU with spare capacity, but not on a CPU.
+        all_sizes = tuple(range(1, config.max_num_seqs + 1))
+        graph_sizes = all_sizes if accelerator.is_host else default_sizes(config.max_num_seqs)
     max_in_flight = config.max_in_flight or (HOST_MAX_IN_FLIGHT if accelerator.is_host else DEVICE_MAX_IN_FLIGHT)
     runner = Runner(
         accelerator,
@@ -74,7 +80,7 @@ def make_runner(
         block_size=config.block_size,
         max_in_flight=max_in_flight,
         num_groups=len(layout.groups),
-        graph_sizes=_graph_sizes(accelerator, decoder, config),
+        graph_sizes=graph_sizes,
     )
     peak_bytes = _peak_bytes(runner, accelerator, config)
     with _reserving:  # of two engines that start at once, the second sees the memory that the first takes
@@ -88,8 +94,10 @@ def make_runner(
         )
         problem = make_cache(runner)
     if problem:
-        told = f"{config.model or 'demo'}: there is no room for a KV cache of {sum(num_blocks):,} blocks: {problem}"
-        raise ConfigError(f"{told}; give a smaller kv_cache_memory_bytes or max_model_len")
+        raise ConfigError(
+            f"{config.model or 'demo'}: there is no room for a KV cache of {sum(num_blocks):,} blocks: {problem}; "
+            "give a smaller kv_cache_memory_bytes or max_model_len"
+        )
     if not accelerator.is_host:
         started = time.monotonic()
         runner.warm_up(
@@ -112,13 +120,6 @@ def make_runner(
         more_blocks=tuple(num_blocks[1:]),
     )
     return runner, info
-
-
-def _graph_sizes(accelerator: Accelerator, decoder: Model, config: EngineConfig) -> tuple[int, ...]:
-    if config.cuda_graphs == "off" or not (accelerator.can_capture and decoder.is_capturable):
-        return ()
-    # A row of padding is computed like any other: free on a GPU with spare capacity, but not on a CPU.
-    return tuple(range(1, config.max_num_seqs + 1)) if accelerator.is_host else default_sizes(config.max_num_seqs)
 
 
 def _peak_bytes(runner: Runner, accelerator: Accelerator, config: EngineConfig) -> int | None:
@@ -162,8 +163,3 @@ def make_cache(runner: Runner) -> str:
     except torch.OutOfMemoryError as error:
         return str(error)
     return ""
-
-
-def _check_capability(accelerator: Accelerator, dtype: torch.dtype) -> None:
-    if dtype == torch.float8_e4m3fn and accelerator.capability < FP8_CAPABILITY:
-        raise ConfigError(f"kv_cache_dtype='fp8' needs a GPU of capability 8.9 or newer; {accelerator.name} is older")

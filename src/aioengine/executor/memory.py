@@ -119,7 +119,15 @@ def available_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/c
     Args:
         proc, cgroups: where the kernel's files are mounted.
     """
-    return min(_system_available(proc), *_cgroups_available(proc, cgroups), 2**63)
+    available = _read_table(proc / "meminfo").get("MemAvailable:")
+    if available is not None:
+        available *= 1024
+    else:
+        try:
+            available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+        except (AttributeError, OSError, ValueError):
+            available = FALLBACK_MEMORY_BYTES // 2
+    return min(available, *_cgroups_available(proc, cgroups), 2**63)
 
 
 def return_freed_memory() -> None:
@@ -130,16 +138,6 @@ def return_freed_memory() -> None:
     """
     with contextlib.suppress(OSError, AttributeError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)  # glibc's
-
-
-def _system_available(proc: Path) -> int:
-    available = _read_table(proc / "meminfo").get("MemAvailable:")
-    if available is not None:
-        return available * 1024
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    except (AttributeError, OSError, ValueError):
-        return FALLBACK_MEMORY_BYTES // 2
 
 
 _V1 = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"

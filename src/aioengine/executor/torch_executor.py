@@ -118,16 +118,13 @@ class TorchExecutor:
 
     async def perform(self, call: c.Control) -> Any:
         try:
-            return await self._do(self._device.perform, call)
+            return await self._thread.submit(_run_foreign, self._device.perform, call).finish()
         except asyncio.CancelledError:
             self._thread.submit(self._device.cancel, call)
             raise
 
     async def apply_model(self, function: Callable[[Any], T]) -> list[T]:
-        return await self._do(self._device.apply, function)
-
-    async def _do(self, job: Callable[[*Ts], T], *args: *Ts) -> T:
-        return await self._thread.submit(_run_foreign, job, *args).finish()
+        return await self._thread.submit(_run_foreign, self._device.apply, function).finish()
 
     async def aclose(self) -> None:
         await self._thread.aclose()

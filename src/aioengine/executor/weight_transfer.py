@@ -69,30 +69,6 @@ class WeightTransfer:
             InvalidRequest: there is no such tensor, the piece does not fit it or overlaps another, or `MAX_TRANSFERS`
                 others are staged.
         """
-        self._check_tensor(piece)
-        data = _bytes_of(piece)
-        tensors = self._transfers.get(piece.transfer, {})
-        if not tensors and len(self._transfers) == MAX_TRANSFERS:
-            raise InvalidRequest(
-                f"{MAX_TRANSFERS} transfers are staged already: commit or drop one of them first", param="transfer"
-            )
-        tensor = tensors.get(piece.name)
-        if tensor is None:
-            tensor = StagedTensor(piece.dtype, tuple(piece.shape))
-        elif tensor.dtype != piece.dtype:
-            raise InvalidRequest(
-                f"a piece of {piece.name} is {piece.dtype}, and those before it are {tensor.dtype}", param="dtype"
-            )
-        if tensor.overlaps(piece.offset, piece.offset + len(data)):
-            raise InvalidRequest(
-                f"the bytes of {piece.name} from {piece.offset} to {piece.offset + len(data)} overlap a piece that was "
-                "staged before",
-                param="offset",
-            )
-        tensor.write(piece.offset, data)
-        self._transfers.setdefault(piece.transfer, {})[piece.name] = tensor
-
-    def _check_tensor(self, piece: StageWeights) -> None:
         shape = self._shapes.get(piece.name)
         if shape is None:
             near = difflib.get_close_matches(str(piece.name), self._shapes, n=1)
@@ -106,6 +82,27 @@ class WeightTransfer:
             raise InvalidRequest(
                 f"{piece.name} comes with the shape {list(piece.shape)}; the model's is {list(shape)}", param="shape"
             )
+        data = _bytes_of(piece)
+        tensors = self._transfers.get(piece.transfer, {})
+        if not tensors and len(self._transfers) == MAX_TRANSFERS:
+            raise InvalidRequest(
+                f"{MAX_TRANSFERS} transfers are staged already: commit or drop one of them first", param="transfer"
+            )
+        tensor = tensors.get(piece.name)
+        if tensor is None:
+            tensor = StagedTensor(piece.dtype, shape)
+        elif tensor.dtype != piece.dtype:
+            raise InvalidRequest(
+                f"a piece of {piece.name} is {piece.dtype}, and those before it are {tensor.dtype}", param="dtype"
+            )
+        if tensor.overlaps(piece.offset, piece.offset + len(data)):
+            raise InvalidRequest(
+                f"the bytes of {piece.name} from {piece.offset} to {piece.offset + len(data)} overlap a piece that was "
+                "staged before",
+                param="offset",
+            )
+        tensor.write(piece.offset, data)
+        self._transfers.setdefault(piece.transfer, {})[piece.name] = tensor
 
     def whole(self, transfer: str) -> dict[str, StagedTensor]:
         """The tensors of a transfer, which stays staged.
