@@ -244,6 +244,12 @@ def wait_for(step: FakeStep) -> StepResult:
     raise AssertionError("a step that is done made somebody wait")
 
 
+def assert_run_as_alone(*sequences: Sequence) -> None:
+    """Each has ended with what it brings alone."""
+    for sequence in sequences:
+        assert (sequence.output_ids, sequence.finish_reason, sequence.stop_reason) == expected_output(sequence)
+
+
 def expected_output(sequence: Sequence, *, vocab_size: int = VOCAB) -> tuple[list[int], str, int | None]:
     """What a sequence brings when it runs alone on a perfect device: (token ids, finish reason, stop reason)."""
     prompt: list[int] = sequence.prompt.tolist()

@@ -5,18 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from integrity import check_integrity
-from scheduler.harness import Core, expected_output
+from scheduler.harness import Core, assert_run_as_alone
 
 from aioengine.scheduler.sequence import Reason, Sequence
 
 
 def family_of(core: Core, first: Sequence) -> list[Sequence]:
     return [sequence for sequence in core.sequences if sequence.request is first.request]
-
-
-def assert_each_runs_alone_alike(sequences: list[Sequence]) -> None:
-    for sequence in sequences:
-        assert (sequence.output_ids, sequence.finish_reason, sequence.stop_reason) == expected_output(sequence)
 
 
 @pytest.mark.parametrize("depth", [1, 2, 4])
@@ -30,7 +25,7 @@ def test_the_prompt_is_computed_once_and_each_token_but_the_last_ones(
     family = family_of(core, core.add(range(100, 100 + length), n=num_choices, max_tokens=9, ignore_eos=True))
     core.run()
     assert len(family) == num_choices
-    assert_each_runs_alone_alike(family)
+    assert_run_as_alone(*family)
     assert len({tuple(sequence.output_ids) for sequence in family}) == num_choices, "each draws its own"
     num_outputs = sum(len(sequence.output_ids) for sequence in family)
     assert core.num_computed_tokens == length + num_outputs - num_choices
@@ -61,7 +56,7 @@ def test_children_run_when_there_are_rows_for_them_in_the_order_of_their_index()
         core.land()
     # While the prompt runs the other row is free, and who comes later takes it.
     assert [s for s in begun if s is not later] == family_of(core, first)
-    assert_each_runs_alone_alike(core.sequences)
+    assert_run_as_alone(*core.sequences)
 
 
 def test_one_token_each_needs_no_row_but_the_first_ones() -> None:
@@ -101,7 +96,7 @@ def test_a_failure_before_the_fork_is_everybodys_and_after_it_ones_own(breaks: s
     core.scheduler.unblock_sequence(late[1], Reason.BACKPRESSURE)
     core.run()
     assert late[0].finish_reason == "error"
-    assert_each_runs_alone_alike(late[1:2])
+    assert_run_as_alone(late[1])
     assert (late[2].finish_reason == "error") == (breaks == "step"), "it shared the step, and not the row"
 
 
@@ -118,7 +113,7 @@ def test_a_child_that_fills_the_whole_memory_is_not_stuck_before_its_own_tail(de
     core = Core(num_blocks=3, block_size=4, max_num_seqs=1, depth=depth)
     family = family_of(core, core.add(range(100, 109), n=2, max_tokens=4, ignore_eos=True))
     core.run()
-    assert_each_runs_alone_alike(family)
+    assert_run_as_alone(*family)
 
 
 def test_a_parent_that_is_preempted_before_its_first_token_still_has_a_family() -> None:
@@ -130,7 +125,7 @@ def test_a_parent_that_is_preempted_before_its_first_token_still_has_a_family() 
     core.land()
     assert family[0].output_ids == []
     core.run()
-    assert_each_runs_alone_alike([elder, *family])
+    assert_run_as_alone(elder, *family)
 
 
 def test_a_familys_blocks_are_a_prefix_for_others() -> None:
@@ -167,7 +162,7 @@ def test_nobody_is_thrown_out_for_one_that_would_not_fit_all_the_same() -> None:
     core.step()
     assert lower.num_preemptions == 0
     core.run()
-    assert_each_runs_alone_alike([equal, lower, waiting])
+    assert_run_as_alone(equal, lower, waiting)
 
 
 # Log-probabilities of prompts
@@ -187,7 +182,7 @@ def test_each_prompt_token_but_the_first_is_scored_once_and_no_prefix_is_read(de
     assert all(piece.top_ids.shape == (len(piece.positions), 2) for piece in pieces)
     assert asking.num_cached_tokens == 0
     assert not asking.needs_prompt_logprobs
-    assert_each_runs_alone_alike([asking])
+    assert_run_as_alone(asking)
 
 
 def test_a_prompt_is_scored_again_only_if_it_was_not_finished() -> None:
@@ -202,7 +197,7 @@ def test_a_prompt_is_scored_again_only_if_it_was_not_finished() -> None:
     core.scheduler.preemption.preempt_sequence(asking)
     core.run()
     assert num_scored == sum(len(p.positions) for output in core.outputs for _, p in output.prompt_logprobs)
-    assert_each_runs_alone_alike([asking])
+    assert_run_as_alone(asking)
 
 
 # Rows that fail
@@ -218,11 +213,11 @@ def test_a_row_that_fails_takes_nobody_with_it_and_leaves_no_prefix(depth: int) 
     assert [(sequence, error) for output in core.outputs for sequence, error in output.failed] == [(failing, cause)]
     assert failing.finish_reason == "error"
     assert failing.output_ids == []
-    assert_each_runs_alone_alike([other])
+    assert_run_as_alone(other)
     again = core.add(range(100, 109), max_tokens=6, ignore_eos=True)
     core.run()
     assert again.num_cached_tokens == 0
-    assert_each_runs_alone_alike([again])
+    assert_run_as_alone(again)
 
 
 # Times
@@ -254,4 +249,4 @@ def test_a_child_that_must_compute_the_prompt_again_does_not_score_it_again() ->
     lines = [piece for output in core.outputs for _, piece in output.prompt_logprobs]
     assert sum(len(piece.positions) for piece in lines) == 9
     assert all(sequence is family[0] for output in core.outputs for sequence, _ in output.prompt_logprobs)
-    assert_each_runs_alone_alike(family)
+    assert_run_as_alone(*family)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from integrity import check_integrity, check_pool
-from scheduler.harness import EOS, Core, expected_output
+from scheduler.harness import EOS, Core, assert_run_as_alone
 
 from aioengine.scheduler.plan import Purpose, RowSampling, StepPlan
 from aioengine.scheduler.scheduler import Scheduler
@@ -36,14 +36,6 @@ def sample_nothing_special(token_ids: list[int], sampling: RowSampling) -> int:
     return 500 + len(token_ids)
 
 
-def assert_runs_alone_alike(core: Core, *sequences: Sequence) -> None:
-    vocab_size = core.executor.info.vocab_size
-    for sequence in sequences:
-        assert (sequence.output_ids, sequence.finish_reason, sequence.stop_reason) == expected_output(
-            sequence, vocab_size=vocab_size
-        )
-
-
 # What comes from another engine
 
 
@@ -56,7 +48,7 @@ def test_a_choice_goes_on_behind_the_tokens_that_it_has(choice: int, num_given: 
     assert len(given) == num_given
     core.run()
     assert sequence.output_ids[:num_given] == given
-    assert_runs_alone_alike(core, sequence)
+    assert_run_as_alone(sequence)
     assert core.num_computed_tokens == 9 + 24 - 1, "what it has is computed once more, and together"
 
 
@@ -106,7 +98,7 @@ def test_a_head_that_does_not_fit_lets_nobody_pass() -> None:
     assert core.scheduler.table.running == [running]
     assert big.row == small.row == -1
     core.run()
-    assert_runs_alone_alike(core, running, big, small)
+    assert_run_as_alone(running, big, small)
 
 
 def test_a_head_is_admitted_only_with_blocks_left_for_those_who_run() -> None:
@@ -182,7 +174,7 @@ def test_a_late_result_matches_no_sequence_though_its_row_has_a_new_occupant() -
     assert output.sequences == []
     assert gone.output_ids == here.output_ids == []
     core.run()
-    assert_runs_alone_alike(core, here)
+    assert_run_as_alone(here)
 
 
 def test_log_probabilities_stay_with_their_tokens_when_others_drop_out() -> None:
@@ -219,7 +211,7 @@ def test_a_prefix_in_the_making_is_waited_for_and_computed_once() -> None:
     core.launch()
     assert_waits(follower)
     core.run()
-    assert_runs_alone_alike(core, owner, follower)
+    assert_run_as_alone(owner, follower)
     assert follower.num_cached_tokens == 16
     outputs = len(owner.output_ids) + len(follower.output_ids)
     assert core.num_computed_tokens == 17 + 2 + outputs - 2
@@ -275,7 +267,7 @@ def test_a_follower_takes_over_when_the_owner_is_gone(leave: Callable[[Core, Seq
     assert follower.num_cached_tokens == 0, "nothing that the owner left in flight is used"
     assert_waits(third)
     core.run()
-    assert_runs_alone_alike(core, follower, third)
+    assert_run_as_alone(follower, third)
     assert third.num_cached_tokens == 24
 
 
@@ -291,7 +283,7 @@ def test_nobody_waits_for_an_owner_that_is_parked_half_way() -> None:
     core.land()
     core.scheduler.unblock_sequence(owner, Reason.BACKPRESSURE)
     core.run()
-    assert_runs_alone_alike(core, owner, follower)
+    assert_run_as_alone(owner, follower)
     assert owner.num_cached_tokens == 0
     outputs = len(owner.output_ids) + len(follower.output_ids)
     assert core.num_computed_tokens == 25 + (26 - 8) + outputs - 2, "the owner goes on with its own blocks"
@@ -382,7 +374,7 @@ def test_the_oldest_gets_on_however_short_memory_is() -> None:
         core.step()
         ended += [s for s in sequences if s.has_ended and s not in ended]
     assert ended == sequences
-    assert_runs_alone_alike(core, *sequences)
+    assert_run_as_alone(*sequences)
 
 
 def test_the_least_recently_used_prefix_goes_first_and_its_tail_before_its_head() -> None:
@@ -418,7 +410,7 @@ def test_resetting_the_cache_forgets_what_is_used_too_and_what_its_users_compute
     later = core.add([*prompt(9, 300), *running.output_ids, 1, 2, 3], max_tokens=1)
     core.run()
     assert later.num_cached_tokens == 8, "what was computed on blocks from before is nobody's prefix"
-    assert_runs_alone_alike(core, running, again, shared, later)
+    assert_run_as_alone(running, again, shared, later)
 
 
 # Waiting for others
@@ -441,7 +433,7 @@ def test_a_blocked_sequence_leaves_its_row_and_keeps_its_blocks() -> None:
     assert core.scheduler.stats().blocked == 1
     core.scheduler.unblock_sequence(slow, Reason.BACKPRESSURE)
     core.run()
-    assert_runs_alone_alike(core, slow, other)
+    assert_run_as_alone(slow, other)
     assert core.num_computed_tokens == 9 + 19 + 5 + len(other.output_ids) - 1, "nothing of it is computed again"
 
 
@@ -473,7 +465,7 @@ def test_a_blocked_sequence_is_preempted_even_while_it_is_in_flight() -> None:
     assert elder.block_ids == []
     core.scheduler.unblock_sequence(elder, Reason.BACKPRESSURE)
     core.run()
-    assert_runs_alone_alike(core, elder, younger)
+    assert_run_as_alone(elder, younger)
 
 
 def test_one_that_waits_with_blocks_is_not_preempted_for_itself() -> None:
@@ -488,7 +480,7 @@ def test_one_that_waits_with_blocks_is_not_preempted_for_itself() -> None:
     assert parked.row == -1, "a block is free, and that is in reserve"
     core.land()
     core.run()
-    assert_runs_alone_alike(core, parked)
+    assert_run_as_alone(parked)
     assert core.num_computed_of(parked) == 8 + 7
 
 
@@ -518,7 +510,7 @@ def test_blocks_of_one_who_waits_for_a_row_are_not_out_of_reach(is_elder_parked:
     core.scheduler.unblock_sequence(parked, Reason.BACKPRESSURE)
     assert parked.block_ids
     core.run()
-    assert_runs_alone_alike(core, parked, running)
+    assert_run_as_alone(parked, running)
     assert core.scheduler.preemption.num_preemptions == 1
     assert core.num_computed_of(elder) == 12 + 24, "the younger one is preempted, whichever waits"
 

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import pytest
 from layouts import layout_of
-from scheduler.harness import Core, expected_output
+from scheduler.harness import Core, assert_run_as_alone
 
 from aioengine.scheduler.cache_layout import CacheLayout, attention_specs, make_layout
 from aioengine.scheduler.sequence import Reason
 
 GEMMA = make_layout(attention_specs((None if layer % 6 == 5 else 64 for layer in range(26)), 1, 1))
 """As Gemma 3 1B has its layers, with a window of 64."""
-
-
-def check_outputs(core: Core) -> None:
-    for sequence in core.sequences:
-        assert (sequence.output_ids, sequence.finish_reason, sequence.stop_reason) == expected_output(sequence)
 
 
 @pytest.mark.parametrize("depth", [1, 3])
@@ -35,7 +30,7 @@ def test_what_a_group_holds_of_a_sequence_does_not_grow_behind_its_window(depth:
                 assert num_held <= (most if computed < 200 else decoding)[group]
         core.step()
     assert core.scheduler.stats().preemptions == 0
-    check_outputs(core)
+    assert_run_as_alone(*core.sequences)
 
 
 def most_running(layout: CacheLayout, num_blocks: int) -> int:
@@ -70,7 +65,7 @@ def test_a_prefix_is_found_whose_beginning_the_windows_have_given_to_others() ->
     again = core.add(range(200), max_tokens=4, ignore_eos=True)
     core.run()
     assert again.num_cached_tokens == 196
-    check_outputs(core)
+    assert_run_as_alone(*core.sequences)
 
 
 def test_a_lost_block_of_a_window_moves_the_hit_before_it() -> None:
