@@ -617,7 +617,7 @@ def _ropes_by_type(fields: ConfigFields) -> dict[str, RopeParameters]:
 def _model_len(fields: ConfigFields) -> int:
     """The most tokens that the model is made for.
 
-    With yarn, ``max_position_embeddings`` is often left at the length before stretching, as its authors tell users to
+    With yarn, ``max_position_embeddings`` is often left at the length before stretching, as its authors ask users to
     add the scaling to config.json and nothing else. With ``llama_4_scaling_beta`` queries beyond the length before
     stretching are made longer by their position, which is not done here: up to there it makes no difference.
     """

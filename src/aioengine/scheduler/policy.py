@@ -66,17 +66,17 @@ class WaitingQueue:
         return sequence
 
     def eviction_key(self, sequence: Sequence) -> Any:
-        """Of sequences that may give way, the one with the largest does."""
+        """The sequence with the largest key gives way first."""
         return sequence.precedence
 
 
 PROMPT_COST = 1.0
-"""Of a prompt's token that no cached prefix has."""
+"""The cost of a prompt's token that no cached prefix has."""
 OUTPUT_COST = 2.0
-"""Of an output's token, which is computed alone."""
+"""The cost of an output's token, which is computed alone."""
 
 MAX_REMEMBERED = 10_000
-"""Tenants whose counts are kept while nothing of theirs waits; with more, those begin anew."""
+"""Tenants whose counts are kept while nothing of theirs waits; with more, they begin at zero again."""
 
 
 class TenantQueues:
@@ -95,7 +95,7 @@ class TenantQueues:
         self._queues: dict[str, WaitingQueue] = {}
         """None is empty."""
         self._heap: list[tuple[float, str]] = []
-        """Of each tenant that waits what its count was at some time, and of some others."""
+        """Counts of tenants that wait, each as it was at some time; and of some other tenants."""
         self._last = ""
         """The tenant whose last waiting sequence left last."""
         self._num_waiting = 0
@@ -143,7 +143,7 @@ class TenantQueues:
         return sequence
 
     def eviction_key(self, sequence: Sequence) -> Any:
-        """Of sequences that may give way, the one with the largest does: one of the tenant that has had the most."""
+        """The sequence with the largest key gives way first: one of the tenant that has had the most."""
         return self.served.get(sequence.tenant, 0.0), sequence.precedence
 
     def charge_prompt(self, sequence: Sequence) -> None:

@@ -1,4 +1,4 @@
-"""Which sequences compute which tokens in the next step.
+"""The choice of the sequences and tokens that the next step computes.
 
 A running sequence has a row. For each row the columns count tokens *computed* (KV written, result applied), *scheduled*
 (computed or in a launched step) and *expected* (known, or being sampled by a launched step). A step moves ``scheduled``
@@ -34,11 +34,11 @@ from aioengine.scheduler.steps import (
 )
 
 FIRST_MOVED_ORDER = -(2**62)
-"""Of what comes from another engine: it goes before all that came here first."""
+"""The order of what comes from another engine: it goes before all that came here first."""
 
 
 class SchedulerStats(msgspec.Struct, kw_only=True):
-    """What the scheduler holds now, and has done since the start."""
+    """The state of the scheduler now, and its counts since the start."""
 
     running: int
     waiting: int

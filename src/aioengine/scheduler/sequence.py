@@ -156,7 +156,7 @@ class Sequence:
     block_ids: list[list[int]] = field(default_factory=list)
     """Its block table in each group of layers, -1 for what the group's window has passed. Empty: it holds no blocks."""
     num_passed_blocks: tuple[int, ...] = ()
-    """Of each of these, how many the window has passed."""
+    """How many blocks the window has passed, by group."""
     num_ready_blocks: int = 0
     """Leading full blocks whose KV is computed, where prefixes are cached."""
     shares_last_block: bool = False
@@ -182,7 +182,7 @@ class Sequence:
     is_moved: bool = False
     """It comes from another engine, with the tokens of that in ``output_ids``."""
     tenant: str = ""
-    """Whose it is, by the policy, and that tenant's weight."""
+    """The tenant that it counts for, by the policy, and that tenant's weight."""
     weight: float = 1.0
 
     def __post_init__(self) -> None:
@@ -201,7 +201,7 @@ class Sequence:
 
     @property
     def purpose(self) -> Purpose:
-        """What the last known token is computed for."""
+        """The purpose of computing the last known token."""
         return Purpose.POOL if self.request.product == "vector" else Purpose.SAMPLE
 
     @property
@@ -240,7 +240,7 @@ class Sequence:
         return ids + self.output_ids[: max(stop - n, 0)]
 
     def introduce(self) -> RowAdded:
-        """What a device has to know of it when it takes its row."""
+        """Make the entry of a plan by which a device learns of it when it takes its row."""
         sampling = self.sampling
         if sampling.prompt_logprobs >= 0 and not self.needs_prompt_logprobs:
             sampling = msgspec.structs.replace(sampling, prompt_logprobs=-1)

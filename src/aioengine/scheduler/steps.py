@@ -40,7 +40,7 @@ class Budget(msgspec.Struct, frozen=True, gc=False):
 
 
 class Work(msgspec.Struct, frozen=True, gc=False):
-    """What a step computes: ``num_tokens[i]`` tokens of ``rows[i]``, from ``starts[i]`` up to ``ends[i]``.
+    """The work of a step: ``num_tokens[i]`` tokens of ``rows[i]``, from ``starts[i]`` up to ``ends[i]``.
 
     ``num_left`` more could be in it.
     """
@@ -53,7 +53,7 @@ class Work(msgspec.Struct, frozen=True, gc=False):
 
 
 class Claim(msgspec.Struct, frozen=True, gc=False):
-    """What a sequence without a row is going to take of a step, behind all decodes and the prefills before its own."""
+    """The share of a step that a sequence without a row is going to take, behind decodes and earlier prefills."""
 
     num_tokens: int
     num_before: int

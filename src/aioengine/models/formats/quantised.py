@@ -423,7 +423,7 @@ def read_awq_config(config: dict[str, Any]) -> Format:
     """AWQ of 4 bits in the layout "gemm" (Lin et al., 2023, arXiv:2306.00978); scales and values as GPTQ's.
 
     ``qweight`` is int32 [in, out / 8]: eight outputs of an input share a word. From its low end they are the outputs 0,
-    2, 4, 6, 1, 3, 5, 7 of the eight. ``qzeros`` is int32 [groups, out / 8], likewise.
+    2, 4, 6, 1, 3, 5, 7 of the eight. ``qzeros`` is int32 [groups, out / 8], packed in the same way.
     """
     bits, group, version = config.get("bits"), config.get("group_size"), str(config.get("version") or "gemm").lower()
     if bits != 4 or not _is_group(group) or version != "gemm":
