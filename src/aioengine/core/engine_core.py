@@ -62,12 +62,6 @@ PUBLISH_SLICE = 32
 """Tokens that are handed out before the loop gets its turn, below a millisecond; one with many log-probabilities counts
 for several."""
 
-LOGPROBS_A_TOKEN = 8
-"""Log-probabilities that cost as much to hand out as a token does."""
-
-MAX_DESCRIBED_SEQUENCES = 64
-"""In the log, of a scheduler that makes no step."""
-
 
 PARTS: tuple[c.WakeTag, ...] = ("weights", "kv_cache")
 """Parts of the device's memory that `Sleep` takes at levels 1 and 2."""
@@ -264,7 +258,7 @@ class EngineCore:
                 self._has_logged_idle = True
                 bug = InternalError("sequences can run, and the scheduler makes no step of them")
                 dump = self._describe(bug, None)
-                sequences = "\n".join(map(repr, self.scheduler.sequences()[:MAX_DESCRIBED_SEQUENCES]))
+                sequences = "\n".join(map(repr, self.scheduler.sequences()[:64]))
                 logger.error("%s; please report this\n%s\n%s", bug, sequences, dump)
                 self._write_dump(dump)
 
@@ -338,7 +332,7 @@ class EngineCore:
             if listener is not None:  # else it was aborted since the step was applied
                 logprobs = None
                 if self._logprobs is not None and (logprobs := self._logprobs.get(index)) is not None:
-                    weight += len(logprobs.others) // LOGPROBS_A_TOKEN
+                    weight += len(logprobs.others) // 8  # eight cost as much as a token
                 listener.on_token(token_id, logprobs)
                 if self._forced:
                     for forced_id in self._forced.get(index, ()):

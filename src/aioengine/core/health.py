@@ -11,9 +11,6 @@ from aioengine.schemas.plain_struct import PlainStruct
 
 HealthStatus = Literal["STARTING", "ALIVE", "STALLED", "DEAD"]
 
-IDLE_AFTER_S = 2.0
-"""An engine with work that launches no step has a bug, and will not get on by itself."""
-
 
 class Beat(msgspec.Struct, frozen=True, array_like=True):
     """How far an engine core has come.
@@ -88,7 +85,7 @@ def judge(beat: Beat, *, stall_after_s: float, beat_age_s: float = 0.0) -> Healt
     what, at_it_s = (beat.call, beat.call_age_s) if beat.call_age_s > beat.step_age_s else ("one step", beat.step_age_s)
     is_stalled = at_it_s > stall_after_s
     reason = f"the device has been at {what} for {at_it_s + beat_age_s:.1f} s, and the loop goes on"
-    if beat.idle_age_s > min(stall_after_s, IDLE_AFTER_S):
+    if beat.idle_age_s > min(stall_after_s, 2.0):  # a bug, from which it will not get on by itself
         is_stalled = True
         num_able = beat.running + beat.waiting - beat.blocked
         reason = f"{num_able} sequences could run, and no step was launched for {beat.idle_age_s + beat_age_s:.1f} s: "

@@ -213,8 +213,6 @@ MAX_SHOWN_CHARS = 500
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 LAYER_TYPES = ("full_attention", "sliding_attention")
-DEFAULT_ROPE_THETA = 10000.0
-MAX_EXPERTS = 2**16
 
 UNREAD_FIELDS = frozenset(
     {"auto_map", "configuration_files", "original_max_position_embeddings", "partial_rotary_factor", "per_layer_config"}
@@ -481,7 +479,7 @@ def known_fields(config: dict[str, Any], family: Family) -> ConfigFields | None:
         return None
     rope = {
         "rope_type": rope.get("type", "default"),
-        "rope_theta": config.get("rope_theta", family.defaults.get("rope_theta", DEFAULT_ROPE_THETA)),
+        "rope_theta": config.get("rope_theta", family.defaults.get("rope_theta", 10000.0)),
         "original_max_position_embeddings": config.get("max_position_embeddings"),
         **rope,
     }
@@ -669,7 +667,7 @@ def _experts(names: ExpertFields | None, fields: ConfigFields) -> ExpertsConfig 
             raise _BadConfig(f"its experts: {name}={value!r}; a size is needed")
     assert count is not None
     assert num_chosen is not None
-    if num_chosen > count or count > MAX_EXPERTS:
+    if num_chosen > count or count > 2**16:
         raise _BadConfig(f"its experts: {num_chosen} of {count!r} experts cannot be chosen")
     plain = (names.has_plain_layers and fields.mlp_only_layers) or ()
     return ExpertsConfig(

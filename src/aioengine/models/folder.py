@@ -26,23 +26,13 @@ PICKLED_FILES = ("pytorch_model*.bin",)
 
 WEIGHT_FILES = (*SAFE_FILES, *PICKLED_FILES)
 GGUF_SUFFIX = ".gguf"
-WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", GGUF_SUFFIX)
-"""Also of formats that are not read, which errors name."""
-
-CODE_FILES = ("*.py",)
-MAX_SMALL_BYTES = 256 * 2**20
-"""The most bytes of a small file: ten times the largest tokenizer.json."""
-
 MAX_JSON_BYTES = 32 * 2**20
 """The most bytes of a JSON file that is read here: four times the largest index."""
 
 MAX_LABELS = 2**16
 """The most labels of a classifier, ``num_labels`` in config.json: transformers makes a dict of them."""
 
-# Some repositories hold the same weights twice, in their author's own layout.
-DUPLICATE_FILES = ("original/*", "consolidated*")
 SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-MAX_EOS_IDS = 1024
 
 
 class ModelFolder(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,7 +72,7 @@ class ModelFolder(msgspec.Struct, frozen=True, kw_only=True):
         Raises:
             ModelLoadError: it is nowhere to be found, or its JSON is missing or broken.
         """
-        patterns = [*SMALL_FILES, *(SAFE_FILES if with_weights else ()), *(CODE_FILES if with_code else ())]
+        patterns = [*SMALL_FILES, *(SAFE_FILES if with_weights else ()), *(("*.py",) if with_code else ())]
         return cls.read(_locate(model, revision, patterns, may_download))
 
     @classmethod
@@ -132,7 +122,7 @@ class ModelFolder(msgspec.Struct, frozen=True, kw_only=True):
         if value is None:
             name, value = "config.json", self.config.get("eos_token_id")
         ids = [] if value is None else value if isinstance(value, list) else [value]
-        if len(ids) > MAX_EOS_IDS or not all(type(token_id) is int and 0 <= token_id < 2**31 for token_id in ids):
+        if len(ids) > 1024 or not all(type(token_id) is int and 0 <= token_id < 2**31 for token_id in ids):
             raise ModelLoadError(
                 f"{self.source_of(name)}: eos_token_id={shorten(value)} is neither a token id nor a list of them"
             )
@@ -189,7 +179,9 @@ def find_gguf(path: Path) -> Path | None:
 
 def has_weights(path: Path) -> bool:
     """Whether there are files of weights in a folder, of whatever format; a GGUF file has some."""
-    return path.is_file() or any(file.suffix in WEIGHT_SUFFIXES for file in path.iterdir())
+    return path.is_file() or any(
+        file.suffix in (".safetensors", ".bin", ".pt", ".pth", GGUF_SUFFIX) for file in path.iterdir()
+    )
 
 
 def check_files(folder: Path) -> None:
@@ -206,7 +198,7 @@ def check_files(folder: Path) -> None:
         raise ModelLoadError(f"{folder} cannot be read: {error.strerror or error}") from error
     for path in paths:
         if any(path.match(pattern) for pattern in SMALL_FILES):
-            _check_file(path, MAX_SMALL_BYTES)
+            _check_file(path, 256 * 2**20)  # ten times the largest tokenizer.json
         elif any(path.match(pattern) for pattern in WEIGHT_FILES):
             _check_file(path, None)
 
@@ -217,13 +209,11 @@ def _check_file(path: Path, max_bytes: int | None) -> None:
     except OSError as error:  # also a link to nothing, or to itself
         raise ModelLoadError(f"{path} cannot be read: {error.strerror or error}") from error
     if not stat.S_ISREG(status.st_mode):
-        raise ModelLoadError(f"{path} is no regular file, but a {_KINDS.get(stat.S_IFMT(status.st_mode), 'device')}")
+        kinds = {stat.S_IFDIR: "folder", stat.S_IFIFO: "pipe", stat.S_IFSOCK: "socket"}
+        raise ModelLoadError(f"{path} is no regular file, but a {kinds.get(stat.S_IFMT(status.st_mode), 'device')}")
     if max_bytes is not None and status.st_size > max_bytes:
         raise ModelLoadError(f"{path} has {status.st_size} bytes; at most {max_bytes} are read")
     check_begin(path)
-
-
-_KINDS = {stat.S_IFDIR: "folder", stat.S_IFIFO: "pipe", stat.S_IFSOCK: "socket"}
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -299,7 +289,7 @@ def _from_hub(model: str, revision: str | None, patterns: list[str], may_downloa
             model,
             revision=revision,
             allow_patterns=patterns,
-            ignore_patterns=list(DUPLICATE_FILES),
+            ignore_patterns=["original/*", "consolidated*"],  # the same weights again, in their author's own layout
             local_files_only=not may_download,
         )
     # The hub's client raises its own errors, those of its HTTP library, ValueError and OSError; all mean the same here.
@@ -327,15 +317,11 @@ class _Token(msgspec.Struct):
 
 
 class _File(msgspec.Struct):
-    """The parts that are read of `FILES`."""
+    """The parts of a tokenizer's files that are read."""
 
     eos_token: str | _Token | None = None
     added_tokens: list[_Token] = []
     added_tokens_decoder: dict[TokenId, _Token] = {}
-
-
-FILES = ("tokenizer.json", "special_tokens_map.json", "tokenizer_config.json")
-"""Later ones go before earlier ones."""
 
 
 def tokenizer_eos_id(folder: Path) -> int | None:
@@ -345,7 +331,7 @@ def tokenizer_eos_id(folder: Path) -> int | None:
     tokenizer.json of 30 MB.
     """
     content, ids = None, dict[str, int]()
-    for name in FILES:
+    for name in ("tokenizer.json", "special_tokens_map.json", "tokenizer_config.json"):  # the last one counts most
         try:
             file = msgspec.json.decode((folder / name).read_bytes(), type=_File)
         except (OSError, ValueError, RecursionError):

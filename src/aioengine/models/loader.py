@@ -33,9 +33,6 @@ logger = logging.getLogger("aioengine")
 
 # Old checkpoints carry the rotation's frequencies, which follow from the config.
 HARMLESS = re.compile(r"\.rotary_emb\.inv_freq$")
-ROPE_BYTES = 20
-"""Bytes of the rotations, for each position and number of a head, while their table is made."""
-
 CPU = torch.device("cpu")
 DUMMY_SEED = 0
 DUMMY_RANGE = 0.05
@@ -364,7 +361,8 @@ def is_zero_bias(stored: Stored) -> bool:
 def _allocate(
     config: DecoderConfig, device: torch.device, quantization: Quantization | None, coded: Container[str] = ()
 ) -> Decoder:
-    rope_bytes = config.max_model_len * config.head_dim * ROPE_BYTES * len({*config.ropes} - {None})
+    # 20 bytes for each position and number of a head, while the tables of rotations are made.
+    rope_bytes = config.max_model_len * config.head_dim * 20 * len({*config.ropes} - {None})
     if device.type == "cpu" and rope_bytes > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2:
         raise ConfigError(
             f"the rotations of max_model_len={config.max_model_len} positions take {rope_bytes} bytes, more than half "

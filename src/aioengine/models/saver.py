@@ -22,10 +22,6 @@ from aioengine.models.folder import SMALL_FILES, ModelFolder
 from aioengine.models.loader import LoadStopped
 from aioengine.models.model import Model
 
-FILES = "model{suffix}.safetensors"
-SHARDS = "model-*-of-*.safetensors"
-NOT_COPIED = ("*.index.json", "config.json")
-
 
 def save_checkpoint(
     model: Model,
@@ -70,7 +66,7 @@ def save_checkpoint(
             # Without its index, or its only file, shards are not taken for a checkpoint.
             for name in (SINGLE_FILE, INDEX_FILE):
                 (folder / name).unlink(missing_ok=True)
-            for shard in folder.glob(SHARDS):
+            for shard in folder.glob("model-*-of-*.safetensors"):
                 shard.unlink()
             last = SINGLE_FILE if names == [SINGLE_FILE] else INDEX_FILE
             for file in sorted(part.iterdir(), key=lambda file: (file.name == last, file.name)):
@@ -89,7 +85,7 @@ def _write_weights(model: Model, part: Path, max_shard_bytes: int, should_stop: 
     split = split_state_dict_into_shards_factory(
         model.shapes(),
         get_storage_size=lambda shape: math.prod(shape) * item_bytes,
-        filename_pattern=FILES,
+        filename_pattern="model{suffix}.safetensors",
         max_shard_size=max_shard_bytes,
     )
     for name, shard in split.filename_to_tensors.items():
@@ -108,7 +104,7 @@ def _write_weights(model: Model, part: Path, max_shard_bytes: int, should_stop: 
 def _write_small_files(model: Model, source: ModelFolder, part: Path) -> None:
     for file in sorted(source.path.iterdir()):
         wanted = any(fnmatch(file.name, pattern) for pattern in SMALL_FILES)
-        if wanted and file.is_file() and not any(fnmatch(file.name, pattern) for pattern in NOT_COPIED):
+        if wanted and file.is_file() and not fnmatch(file.name, "*.index.json"):
             shutil.copyfile(file, part / file.name)
     # Loaded in another dtype than the one that they are written in, the weights would bring other tokens.
     dtype = str(model.config.dtype).removeprefix("torch.")

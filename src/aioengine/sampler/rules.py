@@ -15,7 +15,6 @@ from torch import Tensor
 from aioengine.scheduler.plan import Int32, RowSampling
 
 ALWAYS = 2**31 - 1
-MIN_SIZE = 64
 
 
 class RuleSizes(NamedTuple):
@@ -158,4 +157,4 @@ def pack_bits(token_ids: NDArray[np.int64], vocab_size: int) -> Int32:
 
 
 def _bucket(size: int) -> int:
-    return 0 if size == 0 else max(MIN_SIZE, 1 << (size - 1).bit_length())
+    return 0 if size == 0 else max(64, 1 << (size - 1).bit_length())

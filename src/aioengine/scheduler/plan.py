@@ -286,9 +286,6 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         return {"step": self.step, "added": added} | {name: getattr(self, name).tolist() for name in columns}
 
 
-MAX_DESCRIBED_ITEMS = 32
-
-
 def _describe_sampling(sampling: RowSampling) -> dict[str, Any]:
     """The fields; a number in place of long ones, and of ids that would reveal a prompt or a secret word."""
     fields = msgspec.structs.asdict(sampling)
@@ -297,7 +294,7 @@ def _describe_sampling(sampling: RowSampling) -> dict[str, Any]:
     if (grammar := sampling.grammar) is not None:
         fields["grammar"] = type(grammar.constraint or grammar.thinking).__name__
     return {
-        name: f"<{len(value)} items>" if isinstance(value, tuple) and len(value) > MAX_DESCRIBED_ITEMS else value
+        name: f"<{len(value)} items>" if isinstance(value, tuple) and len(value) > 32 else value
         for name, value in fields.items()
     }
 

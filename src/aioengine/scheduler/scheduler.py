@@ -33,9 +33,6 @@ from aioengine.scheduler.steps import (
     split_prompt_logprobs,
 )
 
-FIRST_MOVED_ORDER = -(2**62)
-"""The order of what comes from another engine: it goes before all that came here first."""
-
 
 class SchedulerStats(msgspec.Struct, kw_only=True):
     """The state of the scheduler now, and its counts since the start."""
@@ -86,7 +83,8 @@ class Scheduler:
         self.num_unstarted = 0
         """Sequences that were added and never had a row."""
         self._started: list[Sequence] = []
-        self._orders, self._moved_orders = itertools.count(), itertools.count(FIRST_MOVED_ORDER)
+        # What comes from another engine goes before all that came here first.
+        self._orders, self._moved_orders = itertools.count(), itertools.count(-(2**62))
         self._num_forks = 0
         """Sequences with children."""
         self._known_until = 0

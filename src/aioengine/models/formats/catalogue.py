@@ -34,9 +34,6 @@ KINDS = (
 )
 """Kinds of files, the first that is there counts: a single one, the index of several, and the header's reader."""
 
-OTHER_HEAD = re.compile(r"(score|classifier|qa_outputs)\.")
-"""transformers' names of the head of a model that classifies, beside the body of one that would generate text."""
-
 LAYER = re.compile(r"(?:model\.|language_model\.)*layers\.(\d+)\.")
 """A tensor of a layer of the text part."""
 
@@ -68,7 +65,7 @@ def read_catalogue(folder: Path) -> dict[str, Stored]:
             layer_of = {name: int(layer[1]) for name in tensors if (layer := LAYER.match(name))}
             tensors = {name: tensor for name, tensor in tensors.items() if layer_of.get(name) not in extra}
         for name, tensor in tensors.items():
-            if OTHER_HEAD.match(name):
+            if name.startswith(("score.", "classifier.", "qa_outputs.")):
                 raise ModelLoadError(
                     f"tensor {name} in {tensor.path} is the head of a model that classifies, and generates no text"
                 )

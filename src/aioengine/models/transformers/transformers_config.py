@@ -29,13 +29,6 @@ from aioengine.validation import shorten
 PROBED = "aioengine_probed"
 """The name of an implementation of attention that calls a module's `_Probe`, for which transformers makes masks."""
 
-PROBED_TOKENS = 3
-CACHE_NAMES = ("cache", "past_key_values")
-"""The argument for the cache of a model's forward pass: now, and up to transformers 5.20."""
-
-OTHER_BIASES = ("position_bias", "head_mask", "block_sequence_ids")
-"""Options of an attention call that change its result, and that paged attention does not have."""
-
 
 class Unusable(Exception):
     """The reason why modelling code cannot compute over paged keys and values."""
@@ -76,8 +69,8 @@ def probe_model(folder: Path, config: Any, trust_remote_code: bool, num_position
             probe.listen(name, module)
         model.config.pad_token_id = None  # or it would look for padding
         cache = _KeysAndValues(layers=[DynamicLayer() for _ in range(num_layers)])
-        given = dict.fromkeys({*CACHE_NAMES} & arguments_of(model), cache)
-        ids = torch.zeros(1, PROBED_TOKENS, dtype=torch.long, device="meta")
+        given = dict.fromkeys({"cache", "past_key_values"} & arguments_of(model), cache)  # the latter up to 5.20
+        ids = torch.zeros(1, 3, dtype=torch.long, device="meta")
         with torch.inference_mode():
             logits = model(input_ids=ids, use_cache=True, **given).logits
     except Unusable:
@@ -244,7 +237,8 @@ class _Probe:
             raise Unusable("a layer attends twice in a step")
         if k.shape[2] != q.shape[2]:
             raise Unusable("a layer attends to other tokens than those of the sequence")
-        for name in OTHER_BIASES:
+        # Options that change its result, and that paged attention does not have.
+        for name in ("position_bias", "head_mask", "block_sequence_ids"):
             if options.get(name) is not None:
                 raise Unusable(f"its attention takes a {name}")
         if not isinstance(mask, _Mask | None):
@@ -271,11 +265,6 @@ def _attend_probed(
 
 AttentionInterface.register(PROBED, _attend_probed)
 AttentionMaskInterface.register(PROBED, lambda mask_function, **_: _Mask(mask_function))
-
-
-LENGTH_NAMES = ("max_position_embeddings", "max_seq_len", "seq_length")
-DEFAULT_LENGTH = 2048
-"""The length of models whose config states none."""
 
 
 class TransformersConfig(ModelConfig, frozen=True, kw_only=True):
@@ -310,8 +299,9 @@ def read_transformers_config(folder: ModelFolder, config: EngineConfig) -> Trans
     try:
         theirs = read_their_config(folder.path, trust)
         text = theirs.get_text_config()
-        stated = next((getattr(text, name) for name in LENGTH_NAMES if getattr(text, name, None)), None)
-        length = stated if stated is not None else max(config.max_model_len or 0, DEFAULT_LENGTH)
+        names = ("max_position_embeddings", "max_seq_len", "seq_length")
+        stated = next((getattr(text, name) for name in names if getattr(text, name, None)), None)
+        length = stated if stated is not None else max(config.max_model_len or 0, 2048)
         if not (type(length) is int and 2 <= length <= MAX_POSITIONS):
             raise Unusable(f"it states a length of {shorten(length)} tokens; 2 to {MAX_POSITIONS} is needed")
         length = limit_length(length, config.max_model_len)

@@ -38,10 +38,6 @@ from aioengine.models.transformers.transformers_config import (
 )
 from aioengine.models.transformers.transformers_model import PAGED, TransformersModel
 
-CHECKED_TOKENS = 4
-SAME = 1e-4
-"""How far logits of the head alone may be from the whole model's, of the largest: other shapes round otherwise."""
-
 
 def load_transformers(folder: ModelFolder, config: EngineConfig, **options: Unpack[LoadOptions]) -> TransformersModel:
     """See `aioengine.models.loader.load_decoder`, by transformers' code. Needs the memory of the weights, the host's.
@@ -174,12 +170,13 @@ def _load(config: TransformersConfig, catalogue: dict[str, Stored], load: Load) 
 @torch.inference_mode()
 def _check_head(model: TransformersModel, device: torch.device) -> None:
     """Compare logits of hidden states with those of the whole model."""
-    ids = torch.arange(CHECKED_TOKENS, dtype=torch.int32, device=device) % model.config.vocab_size
+    ids = torch.arange(4, dtype=torch.int32, device=device) % model.config.vocab_size
     step = EmptyStep(model.config, ids)
     model.begin(step)
     whole = model.model(input_ids=ids[None].long(), use_cache=False).logits[0].float()
     split = model.logits(model(ids, step), step)
-    if whole.shape != split.shape or (whole - split).abs().max() > SAME * whole.abs().max():
+    # Other shapes round otherwise.
+    if whole.shape != split.shape or (whole - split).abs().max() > 1e-4 * whole.abs().max():
         raise ModelLoadError(
             f"{model.config.architecture}: its code makes logits of more than the hidden states beneath its head"
         )
