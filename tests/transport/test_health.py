@@ -1,6 +1,6 @@
 """`Engine.health`: a hung device, a stopped process, a killed one and one that says why it ends are told apart.
 
-In this process, in a child, and by TCP. A connection that is cut on the way, or silent, is in test_served_life; a child
+In this process, in a child, and by TCP. A connection that is cut on the way, or silent, is in test_life; a child
 that is stopped for good in test_life.
 """
 

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import math
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import msgspec
@@ -13,16 +17,28 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from nightly import nightly
 from transport import wire_samples
 from transport.siege import pack_request
 from transport.wire_samples import CONTROLS, DIRECTIONS, RECORDED, Sample, frames_of, int32
 
+from aioengine import errors
 from aioengine.core import control as c
 from aioengine.errors import InvalidRequest, WireError
 from aioengine.sampling_params import SamplingParams
 from aioengine.scheduler.sequence import Request
 from aioengine.transport import wire
-from aioengine.transport.wire import OutOfTurn, Reader, WireMessage, Writer
+from aioengine.transport.wire import (
+    MAX_DUMP_CHARS,
+    MAX_MESSAGE_CHARS,
+    Fault,
+    OutOfTurn,
+    Reader,
+    WireMessage,
+    Writer,
+    to_error,
+    to_fault,
+)
 
 EVERY_MESSAGE = [(kinds, sample) for kinds, samples in DIRECTIONS.values() for sample in samples]
 
@@ -391,3 +407,168 @@ class TestEvolution:
                     assert_refused(kinds, sample, short)
                 else:
                     assert plain(read(kinds, short)) == plain(expected)
+
+
+# Errors as messages
+
+
+OWN_ERRORS = [
+    errors.InvalidRequest("bad", param="stop"),
+    errors.InvalidRequest("bad"),
+    errors.PromptTooLong(9000, 8192, is_lower_bound=True),
+    errors.InvalidRequest("bad stop", param="stop").with_hint("give stop='a'"),
+    errors.ConfigError("bad config"),
+    errors.ModelLoadError("no model"),
+    errors.EngineOverloaded("full", retry_after_s=2.5),
+    errors.StepFailed("a step failed", dump="the plan"),
+    errors.NoTokenLeft("no token is left", dump="the plan"),
+    errors.EngineClosed("closed"),
+    errors.EngineDead("dead", dump="last words"),
+    errors.WireError("foreign"),
+    errors.InternalError("our bug"),
+]
+PLAIN_ERRORS = [
+    ArithmeticError("a"), AttributeError("b"), AssertionError("c"), EOFError("d"), IndexError("e"), LookupError("f"),
+    MemoryError("g"), NotImplementedError("h"), OverflowError("i"), RuntimeError("j"), TypeError("k"), ValueError("l"),
+    ZeroDivisionError("m"),
+]  # fmt: skip
+
+
+def there_and_back(error: BaseException) -> Exception:
+    raw = msgspec.msgpack.encode(to_fault(error))
+    return to_error(msgspec.msgpack.decode(raw, type=Fault))
+
+
+@pytest.mark.parametrize("error", [*OWN_ERRORS, *PLAIN_ERRORS], ids=lambda error: type(error).__name__)
+def test_an_error_is_what_it_was(error: Exception) -> None:
+    back = there_and_back(error)
+    assert type(back) is type(error)
+    assert str(back) == str(error)
+    assert vars(back) == vars(error)
+
+
+def test_each_of_our_own_types_is_tried() -> None:
+    own = {kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, Exception)}
+    raised_by_callers = {errors.OutputNotParsed}
+    assert own - {type(error) for error in OWN_ERRORS} <= {errors.AioEngineError, *raised_by_callers}
+
+
+@pytest.mark.parametrize("name", sorted(wire._OS_ERRORS))
+def test_an_os_error_of_pythons_keeps_number_and_file(name: str) -> None:
+    kind = wire._OS_ERRORS[name]
+    back = there_and_back(kind(errno.EIO, "it broke", "/some/file"))
+    assert type(back) is kind
+    assert isinstance(back, OSError)
+    assert (back.errno, back.strerror, back.filename) == (errno.EIO, "it broke", "/some/file")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind"),
+    [
+        ((errno.ENOENT, "so it says", "/x"), FileNotFoundError),
+        ((errno.ENOSPC, "so it says", "/x"), OSError),
+        *((arguments, OSError) for arguments in [("a", "b"), (1, 2), (2**70, "x"), (2, "x", 3), (2, "x", b"/f"), ()]),
+    ],
+)
+def test_an_os_error_made_of_anything(arguments: tuple[Any, ...], kind: type[OSError]) -> None:
+    back = there_and_back(OSError(*arguments))
+    assert isinstance(back, kind)
+    if arguments[1:2] == ("so it says",):
+        assert back.errno == arguments[0]
+    assert "just words" in str(there_and_back(OSError("just words")))
+
+
+class MyError(Exception):
+    pass
+
+
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise ValueError("not even this")
+
+
+def test_an_error_of_the_user_s_own_says_what_it_was() -> None:
+    class FileNotFoundError(ValueError):  # noqa: A001 - a known name is no known type
+        pass
+
+    odd = MyError("in my function")
+    vars(odd).update(param=["no", "text"], dump=None, retry_after_s="soon")  # names that our errors have, too
+    for error in (MyError("in my function"), odd):
+        back = there_and_back(error)
+        assert type(back) is RuntimeError
+        assert str(back) == "MyError: in my function"
+    assert str(there_and_back(Mute())).startswith("Mute: ")
+    assert "mine" in str(there_and_back(FileNotFoundError("mine")))
+    assert isinstance(there_and_back(KeyError("missing")), KeyError)
+
+
+def test_text_that_has_no_utf_8_form() -> None:
+    name = "file-\udcff"
+    assert str(there_and_back(ValueError(name))) == "file-?"
+    assert str(there_and_back(errors.StepFailed(name, dump=name))) == "file-?"
+    back = there_and_back(OSError(errno.ENOENT, name, name))
+    assert isinstance(back, FileNotFoundError)
+    assert back.filename == "file-?"
+
+
+@pytest.mark.parametrize(
+    "kind", ["", "NoSuchThing", "SystemExit", "KeyboardInterrupt", "AioEngineErrors", "Any", "__builtins__", "eval"]
+)
+def test_an_unknown_kind_is_our_bug(kind: str) -> None:
+    back = to_error(Fault(kind, "words"))
+    assert type(back) is errors.InternalError
+    assert str(back) == f"{kind}: words"
+
+
+def test_texts_are_cut() -> None:
+    fault = to_fault(errors.StepFailed("m" * 2 * MAX_MESSAGE_CHARS, dump="d" * 2 * MAX_DUMP_CHARS))
+    assert len(fault.message) <= MAX_MESSAGE_CHARS
+    assert len(fault.dump) <= MAX_DUMP_CHARS
+    assert len(to_fault(OSError(errno.EIO, "x" * 2 * MAX_MESSAGE_CHARS)).message) <= MAX_MESSAGE_CHARS
+
+
+KINDS = sorted({*(type(error).__name__ for error in OWN_ERRORS), "OSError", "ValueError"})
+
+
+@given(st.builds(Fault) | st.builds(Fault, st.sampled_from(KINDS)))
+def test_any_fault_makes_an_error(fault: Fault) -> None:
+    assert isinstance(to_error(fault), Exception)
+
+
+# Fuzzing
+
+
+FUZZER = Path(__file__).parents[2] / "benchmarks" / "wire_fuzz.py"
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, FUZZER, *arguments], capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.parametrize("seed", [1, *nightly(2)])
+def test_broken_messages_do_no_harm(seed: int) -> None:
+    done = run("--frames", "20000", "--seed", str(seed), "--live-share", "0.2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "harm: none" in done.stdout
+
+
+@pytest.mark.nightly
+def test_harm_is_seen(tmp_path: Path) -> None:
+    """A reader that lets one kind of error through is found by a short run."""
+    broken = tmp_path / "broken.py"
+    broken.write_text(
+        "import runpy, sys\n"
+        "from aioengine.transport import wire\n"
+        "read = wire.Reader.read\n"
+        "def read_one(reader, frames):\n"
+        "    if len(frames) > 1:\n"
+        "        raise IndexError('too many')\n"
+        "    return read(reader, frames)\n"
+        "wire.Reader.read = read_one\n"
+        f"sys.argv = ['wire_fuzz', '--frames', '2000', '--live-share', '0']\n"
+        f"sys.path.insert(0, {str(FUZZER.parent)!r})\n"
+        f"runpy.run_path({str(FUZZER)!r}, run_name='__main__')\n"
+    )
+    done = subprocess.run([sys.executable, broken], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1
+    assert "IndexError: too many" in done.stdout
