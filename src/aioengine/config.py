@@ -167,8 +167,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             msgspec.structs.force_setattr(self, "logits_processors", paths)
         check_fields(self, _refused)
         if self.chat_template is not None and not is_template(self.chat_template):
-            told = "it is no Jinja text; of a file give the text: Path(...).read_text()"
-            raise ConfigError(f"chat_template={shorten(self.chat_template)}: {told}")
+            shown = shorten(self.chat_template)
+            raise ConfigError(
+                f"chat_template={shown}: it is no Jinja text; of a file give the text: Path(...).read_text()"
+            )
         names = [path.partition(":")[2] for path in self.logits_processors]
         if len(set(names)) < len(names):
             raise ConfigError(f"logits_processors={list(self.logits_processors)}: requests could not tell two apart")
@@ -371,19 +373,17 @@ class ReplicaOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         if self.launcher != "ray" and of_ray:
             raise ConfigError(f"{of_ray[0]} is for replicas on Ray: add launcher='ray', or leave it out")
         if self.addresses:
-            self._check_addresses()
+            if self.launcher != "process" or self.lockstep:
+                name = "lockstep=True" if self.lockstep else f"launcher={self.launcher!r}"
+                raise ConfigError(f"{name} is for replicas that are started here, and not at addresses: leave it out")
+            for address in self.addresses:
+                if not address.startswith(("tcp://", "ipc://")):
+                    message = f"replicas: {shorten(address)} is no address: give tcp://HOST:PORT or ipc:///PATH"
+                    raise ConfigError(message)
+            if len(set(self.addresses)) < len(self.addresses):
+                raise ConfigError("replicas: an address stands there twice: name each engine once")
         elif self.keys is not None or self.client is not None:
             raise ConfigError("keys are for replicas at addresses: give replicas=['tcp://…', …], or leave them out")
-
-    def _check_addresses(self) -> None:
-        if self.launcher != "process" or self.lockstep:
-            name = "lockstep=True" if self.lockstep else f"launcher={self.launcher!r}"
-            raise ConfigError(f"{name} is for replicas that are started here, and not at addresses: leave it out")
-        for address in self.addresses:
-            if not address.startswith(("tcp://", "ipc://")):
-                raise ConfigError(f"replicas: {shorten(address)} is no address: give tcp://HOST:PORT or ipc:///PATH")
-        if len(set(self.addresses)) < len(self.addresses):
-            raise ConfigError("replicas: an address stands there twice: name each engine once")
 
     @property
     def addresses(self) -> tuple[str, ...]:

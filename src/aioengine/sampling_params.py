@@ -65,8 +65,8 @@ def _in_own_names(given: dict[str, Any]) -> dict[str, Any]:
     if budget in (None, -1):
         return given
     if given.get("max_thinking_tokens") not in (None, budget):
-        told = "thinking_token_budget is vLLM's name of max_thinking_tokens: give one of them"
-        raise invalid("max_thinking_tokens", told)
+        message = "thinking_token_budget is vLLM's name of max_thinking_tokens: give one of them"
+        raise invalid("max_thinking_tokens", message)
     return given | {"max_thinking_tokens": budget}
 
 

@@ -117,9 +117,9 @@ def check_known_fields(
     known = struct_type.__struct_fields__
     for name in names:
         if name not in known:
-            told = [ELSEWHERE[one] for one in (name, *OTHER_NAMES.get(name, ())) if one in ELSEWHERE]
+            advice = [ELSEWHERE[one] for one in (name, *OTHER_NAMES.get(name, ())) if one in ELSEWHERE]
             near = "" if name in ELSEWHERE else nearest(name, known)
-            hint = near or f"; {told[0] if told else 'known: ' + ', '.join(known)}"
+            hint = near or f"; {advice[0] if advice else 'known: ' + ', '.join(known)}"
             raise error(name, f"unknown parameter {shorten(name)}{hint}")
 
 
@@ -274,8 +274,7 @@ def _check(value: Any, rule: _Rule) -> Any:
     Raises:
         msgspec.ValidationError, _Refused
     """
-    if isinstance(value, np.generic):
-        value = value.item()
+    value = _plain(value)
     if isinstance(value, str) and rule.name.endswith("_bytes"):
         value = parse_size(value)
     if isinstance(value, int) and not -(2**63) <= value < 2**63:  # no message between processes holds more
@@ -291,7 +290,11 @@ def _check(value: Any, rule: _Rule) -> Any:
     except msgspec.ValidationError as exc:
         if "got `numpy." not in str(exc):
             raise
-        checked = _convert(_without_numpy(value), rule)
+        if isinstance(value, dict):
+            value = {_plain(key): _plain(item) for key, item in value.items()}
+        elif isinstance(value, list | tuple | set | frozenset):
+            value = [*map(_plain, value)]
+        checked = _convert(value, rule)
     return _look_through(checked) if rule.is_looked_through else checked
 
 
@@ -304,13 +307,8 @@ def _convert(value: Any, rule: _Rule) -> Any:
         raise _Refused(f"it cannot be read: {type(exc).__name__}") from None
 
 
-def _without_numpy(value: Any) -> Any:
-    def plain(item: Any) -> Any:
-        return item.item() if isinstance(item, np.generic) else item
-
-    if isinstance(value, dict):
-        return {plain(key): plain(item) for key, item in value.items()}
-    return [plain(item) for item in value] if isinstance(value, list | tuple | set | frozenset) else value
+def _plain(item: Any) -> Any:
+    return item.item() if isinstance(item, np.generic) else item
 
 
 def _look_through(value: Any) -> Any:
@@ -337,54 +335,47 @@ def _look_through(value: Any) -> Any:
 
 @functools.cache
 def _rules(struct_type: type[msgspec.Struct]) -> dict[str, _Rule]:
-    fields: Any = inspect.type_info(struct_type)
+    described: Any = inspect.type_info(struct_type)
     defaults = {field.name: field.default for field in msgspec.structs.fields(struct_type)}
-    hints = field_types(struct_type)
-    return {field.name: _rule(field, hints[field.name], defaults[field.name]) for field in fields.fields}
+    hints, rules = field_types(struct_type), {}
+    for field in described.fields:
+        kinds = list(_alternatives(field.type))
+        collections = [kind for kind in kinds if isinstance(kind, inspect.CollectionType | inspect.DictType)]
+        leaves = set(map(type, _alternatives(field.type, inside=True)))
+        has_texts_or_floats = not leaves.isdisjoint({inspect.FloatType, inspect.StrType})
+        rules[field.name] = _Rule(
+            name=field.name,
+            hint=hints[field.name],
+            default=defaults[field.name],
+            max_chars=_max_length([kind for kind in kinds if isinstance(kind, inspect.StrType)]),
+            max_items=_max_length(collections),
+            choices=[value for kind in kinds if isinstance(kind, inspect.LiteralType) for value in kind.values],
+            takes_items=bool(collections),
+            is_looked_through=has_texts_or_floats and inspect.AnyType not in leaves,
+        )
+    return rules
 
 
-def _rule(field: inspect.Field, hint: Any, default: Any) -> _Rule:
-    kinds = list(_alternatives(field.type))
-    collections = [kind for kind in kinds if isinstance(kind, inspect.CollectionType | inspect.DictType)]
-    leaves = set(map(type, _leaves(field.type)))
-    return _Rule(
-        name=field.name,
-        hint=hint,
-        default=default,
-        max_chars=max((_max_length(kind) for kind in kinds if isinstance(kind, inspect.StrType)), default=math.inf),
-        max_items=max(map(_max_length, collections), default=math.inf),
-        choices=[value for kind in kinds if isinstance(kind, inspect.LiteralType) for value in kind.values],
-        takes_items=bool(collections),
-        is_looked_through=not leaves.isdisjoint({inspect.FloatType, inspect.StrType}) and inspect.AnyType not in leaves,
-    )
+def _max_length(kinds: list[Any]) -> float:
+    return max((math.inf if kind.max_length is None else kind.max_length for kind in kinds), default=math.inf)
 
 
-def _max_length(kind: Any) -> float:
-    length: float = math.inf if kind.max_length is None else kind.max_length
-    return length
-
-
-def _alternatives(kind: inspect.Type) -> Iterator[inspect.Type]:
-    """Each type that a value may have."""
-    if isinstance(kind, inspect.Metadata):
-        yield from _alternatives(kind.type)
-    elif isinstance(kind, inspect.UnionType):
-        for member in kind.types:
-            yield from _alternatives(member)
-    else:
-        yield kind
-
-
-def _leaves(kind: inspect.Type) -> Iterator[inspect.Type]:
-    """The types that a value is made of in the end."""
-    for member in _alternatives(kind):
-        if isinstance(member, inspect.CollectionType):
-            yield from _leaves(member.item_type)
-        elif isinstance(member, inspect.DictType):
-            yield from _leaves(member.key_type)
-            yield from _leaves(member.value_type)
-        else:
-            yield member
+def _alternatives(kind: inspect.Type, *, inside: bool = False) -> Iterator[inspect.Type]:
+    """Each type that a value may have; with ``inside``, the types of items in place of those of collections."""
+    match kind:
+        case inspect.Metadata():
+            members = [kind.type]
+        case inspect.UnionType():
+            members = [*kind.types]
+        case inspect.CollectionType() if inside:
+            members = [kind.item_type]
+        case inspect.DictType() if inside:
+            members = [kind.key_type, kind.value_type]
+        case _:
+            yield kind
+            return
+    for member in members:
+        yield from _alternatives(member, inside=inside)
 
 
 # Messages

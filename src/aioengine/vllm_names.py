@@ -203,19 +203,15 @@ def without_neutral(
     """
     rest = {}
     for name, value in given.items():
-        neutral = table.get(name)
-        if neutral is None or not _is_neutral(value, neutral):
-            if neutral is not None and neutral.instead:
+        if (neutral := table.get(name)) is not None:
+            plain = value.name if isinstance(value, enum.Enum) else value
+            is_plain = plain is None or isinstance(plain, int | float | str | list | tuple | dict)
+            if neutral.values is None or (is_plain and plain in neutral.values):
+                continue
+            if neutral.instead:
                 raise error(name, f"{name}={shorten(value)} is not supported: {neutral.instead}")
-            rest[name] = value
+        rest[name] = value
     return rest
-
-
-def _is_neutral(value: Any, neutral: Neutral) -> bool:
-    if isinstance(value, enum.Enum):
-        value = value.name
-    is_plain = value is None or isinstance(value, int | float | str | list | tuple | dict)
-    return neutral.values is None or (is_plain and value in neutral.values)
 
 
 def not_yet(

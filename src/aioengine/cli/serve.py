@@ -186,9 +186,9 @@ class Service:
                 replicas.get("replicas"), int
             ),
         }
-        for told, is_so in refusals.items():
+        for message, is_so in refusals.items():
             if is_so:
-                raise click.UsageError(f"--external-lb {told}")
+                raise click.UsageError(f"--external-lb {message}")
 
     def open_listeners(self, where: ServerAddress) -> Iterator[HttpListener]:
         """Yield an open listener for each port to serve at."""
@@ -210,7 +210,7 @@ class Service:
                 from aioengine.server.group.serve_group import serve_group
 
                 settings = self._settings(len(self.listeners), engine_config=self.engine_config)
-                await serve_group(settings, self.listeners, self._stop, on_serving=self._say_where)
+                await serve_group(settings, self.listeners, self._stop, on_serving=self._print_addresses)
                 return
             async with self._cluster_address() as cluster_address:
                 engine: Engine | None = None
@@ -264,7 +264,7 @@ class Service:
             stop=self._stop,
             drain_timeout_s=self.drain_timeout_s,
             limits=self.limits,
-            on_serving=lambda server: self._say_where(api.model_names[0], [server.url]),
+            on_serving=lambda server: self._print_addresses(api.model_names[0], [server.url]),
             on_drain=api.drain,
         )
 
@@ -278,7 +278,7 @@ class Service:
             engine_keys=self.keys,
             engine_client=self.client,
         )
-        await serve_group(settings, self.listeners, self._stop, engine=engine, on_serving=self._say_where)
+        await serve_group(settings, self.listeners, self._stop, engine=engine, on_serving=self._print_addresses)
 
     def _settings(self, num_servers: int, **engine: Any) -> ServerSettings:
         from aioengine.server.group.channel import ServerSettings
@@ -296,7 +296,7 @@ class Service:
             **engine,
         )
 
-    def _say_where(self, model: str, urls: list[str]) -> None:
+    def _print_addresses(self, model: str, urls: list[str]) -> None:
         self.has_served = True
         for url in urls:
             click.echo(f"serving {model} at {url}")

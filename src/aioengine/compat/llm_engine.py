@@ -134,8 +134,8 @@ class LLMEngine(Facade):
             raise InvalidRequest(f"request_id={shorten(request_id)}: a str is needed", param="request_id")
         is_number = isinstance(arrival_time, int | float) and not isinstance(arrival_time, bool)
         if arrival_time is not None and not (is_number and math.isfinite(arrival_time)):
-            told = f"arrival_time={shorten(arrival_time)}: a number of Unix seconds is needed"
-            raise InvalidRequest(told, param="arrival_time")
+            message = f"arrival_time={shorten(arrival_time)}: a number of Unix seconds is needed"
+            raise InvalidRequest(message, param="arrival_time")
 
         async def add(engine: Engine) -> None:
             self._requests.check_new(request_id)
@@ -284,11 +284,12 @@ class _Requests:
     async def _begin(self, stream: Stream) -> None:
         await stream.__aenter__()
         if self._is_wanted(stream):
-            stream.watch(lambda: self._note_update(stream.request_id))
 
-    def _note_update(self, request_id: str) -> None:
-        self._updated[request_id] = None
-        self._change()
+            def note_update() -> None:
+                self._updated[stream.request_id] = None
+                self._change()
+
+            stream.watch(note_update)
 
     def _change(self) -> None:
         self.changed.set()

@@ -207,18 +207,17 @@ class EngineLM(TemplateLM):  # type: ignore[misc]
             sampling["temperature"] = 0.0
         if sampling.get("num_beams") == 1:
             del sampling["num_beams"]
-        special = {text: ids[0] for text in until if (ids := self._special_token(text))}
+        special = {}
+        for text in until:
+            ids = self.tokenizer.encode(text, add_special_tokens=False)
+            if len(ids) == 1 and not self.tokenizer.decode(ids, skip_special_tokens=True):
+                special[text] = ids[0]
         return SamplingParams(
             max_tokens=max_tokens,
             stop=[text for text in until if text not in special],
             stop_token_ids=[self.eot_token_id, *special.values()],
             **{"temperature": 0.0, **sampling},
         )
-
-    def _special_token(self, text: str) -> list[int]:
-        """The one token that the text is, if that is in no output's text; else none."""
-        ids = self.tokenizer.encode(text, add_special_tokens=False)
-        return ids if len(ids) == 1 and not self.tokenizer.decode(ids, skip_special_tokens=True) else []
 
     def _generate(
         self, prompts: list[list[int]], calls: list[SamplingParams], disable_tqdm: bool
