@@ -84,9 +84,6 @@ encode = msgspec.json.Encoder().encode
 TokenBytes = Callable[..., list[bytes]]
 """`Engine.token_bytes`."""
 
-ENTRIES_A_SLICE = 500
-"""Log-probabilities that are encoded before other tasks run."""
-
 
 class PositionWriter:
     """Writes log-probabilities of tokens in the chats' layout.
@@ -120,7 +117,8 @@ class PositionWriter:
 
 def positions_a_slice(top_logprobs: int | None) -> int:
     """`Answer.max_positions` for so many likeliest tokens at each position."""
-    return max(1, ENTRIES_A_SLICE // ((top_logprobs or 0) + 1))
+    # Log-probabilities that are encoded before other tasks run.
+    return max(1, 500 // ((top_logprobs or 0) + 1))
 
 
 class Columns:

@@ -76,8 +76,6 @@ T = TypeVar("T", bound=Body)
 
 Handler = Callable[[Exchange, RequestRecord], Awaitable[Response | None]]
 
-CLIENT_CLOSED_REQUEST = 499
-"""nginx's status for a client that did not wait."""
 START_TIMEOUT_S = 30.0
 """Longest wait of a request for an engine that is being started; proxies wait a minute."""
 MAX_ABORTED = 1024
@@ -271,7 +269,8 @@ class Api:
         except ClientGone:
             record.outcome = "cut" if record.outcome == "cut" else "client_gone"
             if not record.status:  # the client reads no response, but a host's middleware may want to see one
-                await exchange.respond(Response(CLIENT_CLOSED_REQUEST, b"", {}))
+                # Nginx's status for a client that did not wait.
+                await exchange.respond(Response(499, b"", {}))
         except asyncio.CancelledError:
             record.outcome = "client_gone"
             raise

@@ -31,8 +31,6 @@ Item = TypeVar("Item", bound=msgspec.Struct)
 
 logger = logging.getLogger("aioengine.server")
 
-TINY_BODY_BYTES = 2**12
-"""A body up to here is decoded in the turn in which it has come."""
 MAX_BODIES_AT_ONCE = 64
 """Bodies of the largest size that may be on their way in at once."""
 LINGER_S = 2.0
@@ -44,8 +42,6 @@ LARGE_FIELDS = ("prompt", "messages", "input", "instructions", "system", "tokens
 """They are decoded apart from the rest, or not at all."""
 MAX_FIELD_BYTES = 2**16
 """Bytes of all other fields together, without `allowed_token_ids`."""
-MAX_ALLOWED_IDS = 2**18
-"""Ids in `allowed_token_ids`: a large vocabulary, id by id."""
 IDS_A_TURN = 20_000
 """Token ids that are decoded, or encoded, between two turns for others: half a millisecond."""
 MAX_OTHER_TEXTS = 2**14
@@ -56,10 +52,6 @@ MAX_TOOL_VALUES = 2**14
 """Values of all tool calls in a chat: a value is decoded and copied in a microsecond, and a call has about ten."""
 MAX_TOLD_NAMES = 100
 """Ignored fields that are logged: their names are the clients' choice."""
-MAX_TOLD_AT_ONCE = 4
-"""Ignored fields that are logged of one request: looking for the name that was meant takes a millisecond each."""
-MAX_NEUTRAL_BYTES = 64
-"""Bytes of a refused field's value: one that asks for nothing is short, and a long one need not be decoded."""
 
 
 class IgnoredFields:
@@ -87,7 +79,8 @@ class IgnoredFields:
 
     def _check_unknown(self, names: Iterable[str], known: frozenset[str], place: str) -> None:
         new = [name for name in names if name not in known and place + name not in self._logged]
-        for name in new[:MAX_TOLD_AT_ONCE]:
+        # Ignored fields that are logged of one request: looking for the name that was meant takes a millisecond each.
+        for name in new[:4]:
             whole = place + name
             if self._unknown == "refuse":
                 message = f"unknown field {shorten(whole)}{nearest(name, sorted(known)) or '; leave it out'}"
@@ -122,7 +115,8 @@ def _check_fields(body: bytes, kind: type[Body], ignored: IgnoredFields) -> None
     num_bytes = 0
     for name, value in fields.items() if len(body) > SMALL_BODY_BYTES else ():
         size = len(memoryview(value))
-        if name == "allowed_token_ids" and bytes(value).count(b",") < MAX_ALLOWED_IDS:
+        # Ids in `allowed_token_ids`: a large vocabulary, id by id.
+        if name == "allowed_token_ids" and bytes(value).count(b",") < 2**18:
             continue
         num_bytes += 0 if name in LARGE_FIELDS else size
         if num_bytes > MAX_FIELD_BYTES:
@@ -133,7 +127,8 @@ def _check_fields(body: bytes, kind: type[Body], ignored: IgnoredFields) -> None
 
 
 def _is_one_of(raw: msgspec.Raw, values: tuple[Any, ...]) -> bool:
-    if len(memoryview(raw)) > MAX_NEUTRAL_BYTES:
+    # Bytes of a refused field's value: one that asks for nothing is short, and a long one need not be decoded.
+    if len(memoryview(raw)) > 64:
         return False
     try:
         value = msgspec.json.decode(raw)
@@ -181,7 +176,8 @@ class BodyReader:
             message = f"the body must be JSON{given}: with curl, add -H 'Content-Type: application/json'"
             raise ApiError(415, "unsupported_media_type", message)
         body = await self._read_whole(exchange, max_bytes)
-        if len(body) > TINY_BODY_BYTES:  # many such may have come to their ends together
+        # A body up to here is decoded in the turn in which it has come.
+        if len(body) > 2**12:  # many such may have come to their ends together
             await turns_here().take()
         if len(body) <= SMALL_BODY_BYTES:
             return decode(body, kind, ignored=self._ignored)
@@ -354,25 +350,20 @@ async def read_prompts(raw: msgspec.Raw, *, max_prompts: int, max_ids: int) -> l
             raise too_many("prompts", max_prompts)
         prompts: list[Any] = _decode(data, list[str], "prompt")
     else:
-        prompts = await _read_lists(data, max_prompts, max_ids)
+        if data.count(b"[") > max_prompts + 1:
+            raise too_many("prompts", max_prompts)
+        prompts, num_ids = [], 0
+        for place, item in enumerate(_decode(data, list[msgspec.Raw], "prompt")):
+            prompts.append(_read_ids(bytes(item), max_ids, f"prompt[{place}]"))
+            num_ids += len(prompts[-1])
+            if num_ids > IDS_A_TURN:
+                num_ids = 0
+                await asyncio.sleep(0)
     if len(prompts) > max_prompts:
         raise too_many("prompts", max_prompts)
     for place, prompt in enumerate(prompts):
         if not prompt:
             raise invalid_value("prompt", f"prompt[{place}] is empty; give at least one character or token id")
-    return prompts
-
-
-async def _read_lists(data: bytes, max_prompts: int, max_ids: int) -> list[list[int]]:
-    if data.count(b"[") > max_prompts + 1:
-        raise too_many("prompts", max_prompts)
-    prompts, num_ids = [], 0
-    for place, item in enumerate(_decode(data, list[msgspec.Raw], "prompt")):
-        prompts.append(_read_ids(bytes(item), max_ids, f"prompt[{place}]"))
-        num_ids += len(prompts[-1])
-        if num_ids > IDS_A_TURN:
-            num_ids = 0
-            await asyncio.sleep(0)
     return prompts
 
 

@@ -62,8 +62,6 @@ class ApiError(Exception):
 
 HINTS = {LENIENT: '"strict": false passes it over'}
 """The hints of errors, as HTTP has them; others are for Python programs alone."""
-PARAM_NAMES = {"extra_args": "vllm_xargs", "num_sequences": "n"}
-"""The clients' names of parameters of the engine."""
 
 
 def api_error_of(error: Exception, *, param_names: Mapping[str, str] | None = None) -> ApiError:
@@ -75,7 +73,10 @@ def api_error_of(error: Exception, *, param_names: Mapping[str, str] | None = No
     if isinstance(error, ApiError):
         return error
     if isinstance(error, InvalidRequest):
-        param = {**PARAM_NAMES, **(param_names or {})}.get(error.param or "", error.param)
+        # The clients' names of parameters of the engine.
+        param = {**{"extra_args": "vllm_xargs", "num_sequences": "n"}, **(param_names or {})}.get(
+            error.param or "", error.param
+        )
         if isinstance(error, PromptTooLong):  # whose beginning clients look for
             return ApiError(400, "context_length_exceeded", error.message, param=param)
         hint = f"; {HINTS[error.hint]}" if error.hint in HINTS else ""

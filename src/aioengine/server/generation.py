@@ -143,8 +143,6 @@ EVENT_HEADERS = {
     "cache-control": "no-cache",
     "x-accel-buffering": "no",  # else nginx collects events before it passes them on
 }
-BEGIN_WAIT_S = 10.0
-"""Longest wait of a stream with a grammar for its row, before its answer begins."""
 MAX_CUT_IDS = 2**16
 """Most token ids of a prompt that is to be cut: decoding them takes 2 ms."""
 MAX_TEMPLATE_CHARS = 2**15
@@ -400,7 +398,8 @@ class GenerationCall:
                             200, await answer.whole([await stream.finish() for stream in streams]), JSON_HEADERS
                         )
                     if streams[0].params.structured is not None:
-                        with anyio.move_on_after(BEGIN_WAIT_S):  # a grammar that cannot be enforced is a 400
+                        # Longest wait of a stream with a grammar for its row, before its answer begins.
+                        with anyio.move_on_after(10.0):  # a grammar that cannot be enforced is a 400
                             await streams[0].begun()
                     await self._relay(request, group, answer, cut)
                     return None

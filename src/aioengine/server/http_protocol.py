@@ -44,12 +44,8 @@ MAX_PIPELINED = 16
 LINGER_S = 1.0
 """For a refused client to read why. Closing at once would reset the connection where it still sends, and the reset
 takes what it has not read yet."""
-MAX_LINGERING = 256
-"""Refused connections that may linger; more are closed at once."""
 MAX_DISCARDED_BYTES = 2**20
 """Bytes that a connection may send that are read no more, before it is cut."""
-DRAIN_HEAD_S = 1.0
-"""For a request to come whose connection, or first bytes, the server had accepted before it began to drain."""
 CLOSE_TIMEOUT_S = 10.0
 """For a client to read what is left for it on a connection that is closing."""
 PIECES_A_TURN = 32
@@ -312,7 +308,8 @@ class HttpProtocol(HttpToolsProtocol):
     def _start_head_timer(self) -> None:
         timeout_s = self._limits.header_timeout_s
         if self._state.is_draining:
-            timeout_s = min(DRAIN_HEAD_S, timeout_s)
+            # For a request to come whose connection, or first bytes, the server had accepted before it began to drain.
+            timeout_s = min(1.0, timeout_s)
         self._head_timer = self.loop.call_later(timeout_s, self._on_no_head)
 
     def _stop_head_timer(self) -> None:
@@ -359,7 +356,8 @@ class HttpProtocol(HttpToolsProtocol):
         lines = [name + b": " + value + b"\r\n" for name, value in self._state.default_headers]
         lines += [f"{name}: {value}\r\n".encode() for name, value in headers.items()]
         self.transport.write(b"".join([STATUS_LINE[error.status], *lines, b"\r\n", response.body]))
-        if len(self._state.lingering) >= MAX_LINGERING or not self.transport.can_write_eof():
+        # Refused connections that may linger; more are closed at once.
+        if len(self._state.lingering) >= 256 or not self.transport.can_write_eof():
             self.transport.close()
             return
         self.connections.discard(self)  # it counts no more among those that are served

@@ -27,14 +27,10 @@ logger = logging.getLogger("aioengine")
 
 SPARE_FILES = 512
 """Files that a process needs beside its connections."""
-TURNS_TO_TAKE_IN = 5
-"""Turns of the loop from a connection that the system holds to the app's first step: accepted, made, read, begun."""
 TICK_S = 1.0
 """How often the server looks at the engine's health and at connections that are closing."""
 ABORT_GRACE_S = 2.0
 """For clients to hear that their requests were aborted; then their connections are ended."""
-ABORT_AGAIN_S = 0.05
-"""A request whose body was still coming reaches the engine after all were aborted: they are aborted again."""
 CONNECTIONS_END_S = 1.0
 """For the loop to close sockets that were cut: it takes a turn."""
 TASKS_END_S = 2.0
@@ -215,7 +211,8 @@ class HttpServer:
     async def _drain(self, timeout_s: float) -> None:
         """Let what was accepted end, or abort it."""
         # Connections that the system has accepted are taken over first: closing its socket would reset them.
-        for _ in range(TURNS_TO_TAKE_IN):
+        # From there to the app's first step are some turns of the loop: accepted, made, read, begun.
+        for _ in range(5):
             await asyncio.sleep(0)
         state = self._state
         await state.wait_for_deferred()
@@ -235,7 +232,8 @@ class HttpServer:
             while not state.is_idle:
                 self._engine.abort_all()
                 self._changed.clear()
-                with anyio.move_on_after(ABORT_AGAIN_S):
+                # A request whose body was still coming reaches the engine after the others were aborted.
+                with anyio.move_on_after(0.05):
                     await self._changed.wait()
 
     async def _end(self) -> None:

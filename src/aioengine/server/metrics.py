@@ -52,8 +52,6 @@ NOT_VLLMS = (
     "kv_cache_cached_perc", "kv_cache_touched_perc", "step_time_seconds", "device_time_seconds", "loop_lag_seconds",
     AT_DOOR,
 )  # fmt: skip
-HANDLER_TIME_S = (0.1, 0.5, 1.0)
-"""The bounds that vLLM's server has for ``http_request_duration_seconds``."""
 
 
 class HttpMetrics:
@@ -80,7 +78,8 @@ class HttpMetrics:
             "status",
         )
         self.handler_durations = Labeled(
-            Histogram("How long HTTP requests took, without probes.", HANDLER_TIME_S, "http_request_duration_seconds"),
+            # The bounds that vLLM's server has for ``http_request_duration_seconds``.
+            Histogram("How long HTTP requests took, without probes.", (0.1, 0.5, 1.0), "http_request_duration_seconds"),
             "handler",
         )
         self.params_n = Histogram("Choices asked for by HTTP.", (1, 2, 5, 10, 20), "vllm:request_params_n")

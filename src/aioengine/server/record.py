@@ -161,9 +161,8 @@ class Tracing:
             attributes={"http.request.method": method, "url.path": record.path[:MAX_TEXT_CHARS]},
         )
         # The parent of the engine's own span is this one, which is not current where the engine is called.
-        inside: dict[str, str] = {}
-        TraceContextTextMapPropagator().inject(inside, trace.set_span_in_context(span))
-        record.trace_headers = inside
+        record.trace_headers = {}
+        TraceContextTextMapPropagator().inject(record.trace_headers, trace.set_span_in_context(span))
         # A span that is not sampled needs no end: it costs only the check of its parent.
         return span if span.is_recording() else None
 

@@ -93,12 +93,20 @@ class ApiServers:
         Raises:
             EngineDead: one could not be started, or failed `MAX_FAILURES` times in a row: all were ended.
         """
+
+        async def kill_late() -> None:
+            """Kill what has not ended in time."""
+            await self._stopping.wait()
+            await anyio.sleep(self._drain_timeout_s + END_GRACE_S)
+            logger.error("HTTP servers did not end in time: killed")
+            tasks.cancel_scope.cancel()
+
         stop.on_asked = self._terminate
         if stop.num_asked:
             self._terminate()
         try:
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(self._end_late, tasks.cancel_scope)
+                tasks.start_soon(kill_late)
                 async with anyio.create_task_group() as servers:
                     for index in range(self._num_servers):
                         servers.start_soon(self._keep, index)
@@ -121,9 +129,9 @@ class ApiServers:
 
     async def _keep(self, index: int) -> None:
         backoff = Backoff(FIRST_BACKOFF_S, MAX_BACKOFF_S, steady_s=STEADY_S)
-        while not self._is_ending():
+        while not self._stopping.is_set():
             served_s, reason = await self._run_once(index)
-            if self._is_ending():
+            if self._stopping.is_set():
                 return
             pause_s = backoff.failed(served_s)
             if index not in self._have_served:
@@ -141,13 +149,17 @@ class ApiServers:
         began_s: float | None = None
         member = self._members[index] = self._make(index)
 
+        def send_group() -> None:
+            for other in self.serving:
+                self._members[other].send_group(self.group)
+
         def on_serving() -> None:
             nonlocal began_s
             began_s = clock()
             starting.deadline = float("inf")
             self.serving.add(index)
             self._have_served.add(index)
-            self._send_group()
+            send_group()
             if len(self._have_served) == self._num_servers and was_first:
                 self._on_all_serving()
 
@@ -159,28 +171,13 @@ class ApiServers:
             reason = f"HTTP server {index} did not serve within {self._start_timeout_s:g} s, and was killed"
         self.serving.discard(index)
         self._members.pop(index)
-        self._on_exit(index, not self._is_ending())
-        self._send_group()
+        self._on_exit(index, not self._stopping.is_set())
+        send_group()
         return 0.0 if began_s is None else clock() - began_s, reason
 
-    def _is_ending(self) -> bool:
-        return self._stopping.is_set()
-
-    def _send_group(self) -> None:
-        """Send the servers the present state of all."""
-        for index in self.serving:
-            self._members[index].send_group(self.group)
-
     def _terminate(self) -> None:
-        if not self._is_ending():
+        if not self._stopping.is_set():
             self._stopping.set()
             self._on_stopping()
         for member in self._members.values():
             member.terminate()
-
-    async def _end_late(self, scope: anyio.CancelScope) -> None:
-        """Kill what has not ended in time."""
-        await self._stopping.wait()
-        await anyio.sleep(self._drain_timeout_s + END_GRACE_S)
-        logger.error("HTTP servers did not end in time: killed")
-        scope.cancel()

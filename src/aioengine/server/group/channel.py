@@ -23,8 +23,6 @@ from aioengine.server.errors import unavailable
 from aioengine.server.http_listener import ServerAddress
 from aioengine.server.metrics import ServerNumbers
 
-MAX_FRAME_BYTES = 2**28
-"""Far more than any message has."""
 SUMS_TIMEOUT_S = 10.0
 """Longest wait for the sums of all servers. They come from memory: a process that takes longer is stuck."""
 
@@ -149,7 +147,8 @@ class ServerChannel(NamedTuple):
         """The next message; None: the other side is gone."""
         try:
             num_bytes = int.from_bytes(await self.reader.readexactly(4), "big")
-            if num_bytes > MAX_FRAME_BYTES:
+            # Far more than any message has.
+            if num_bytes > 2**28:
                 return None
             return _decoder.decode(await self.reader.readexactly(num_bytes))
         except (asyncio.IncompleteReadError, ConnectionError):

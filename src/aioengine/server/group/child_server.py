@@ -31,9 +31,6 @@ from aioengine.server.http_server import SPARE_FILES, StopRequest, serve
 
 logger = logging.getLogger("aioengine")
 
-COUNTED_EVERY_S = 1.0
-"""How often the process above gets the numbers: no more than that dies with a server."""
-
 
 def run_server(end: socket.socket) -> int:
     """Serve with the settings that come through the socket, until SIGTERM; the process's exit code."""
@@ -104,9 +101,15 @@ async def _serve(
                 for each in share:
                     os.close(each)
 
+    async def send_numbers() -> None:
+        while True:
+            # No more numbers than of this time are lost with a server.
+            await anyio.sleep(1.0)
+            channel.send(Counted(await api.own_numbers()))
+
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(siblings.run, api.abort)
-        tasks.start_soon(_send_numbers, api, channel)
+        tasks.start_soon(send_numbers)
         prepare_interpreter()
         try:
             await serve(
@@ -127,10 +130,3 @@ async def _serve(
     channel.close()
     if failure is not None:
         raise failure
-
-
-async def _send_numbers(api: Api, channel: ServerChannel) -> None:
-    """Send the numbers, now and then."""
-    while True:
-        await anyio.sleep(COUNTED_EVERY_S)
-        channel.send(Counted(await api.own_numbers()))

@@ -33,10 +33,6 @@ from aioengine.server.http_listener import HttpListener
 from aioengine.server.http_server import StopRequest
 from aioengine.server.metrics import GroupNumbers, HttpMetrics, ServerNumbers, read_families, read_process
 
-FINAL_MESSAGES_S = 1.0
-"""Longest wait for the final messages of a server that has exited."""
-TERMINATE_S = 1.0
-"""Time to end for a server that is not drained, such as one whose start is given up; then it is killed."""
 STALL_TIMEOUT_S = 30.0
 """A server that serves sends its numbers every second. One that sends none for so long is stopped or stuck."""
 
@@ -68,7 +64,8 @@ class ServerProcess:
                     env=settings.environment,
                     visible_devices=settings.visible_devices,
                     pass_fds={theirs.fileno(), settings.log_descriptor, *sockets},
-                    terminate_s=TERMINATE_S,
+                    # For a server that is not drained, such as one whose start is given up; then it is killed.
+                    terminate_s=1.0,
                     on_exit=lambda: None,
                 )
             except ConfigError as error:  # no process, or no descriptor, can be had now
@@ -89,7 +86,8 @@ class ServerProcess:
                 tasks.start_soon(hear)
                 tasks.start_soon(self._watch, tasks.cancel_scope)
                 await child.wait()
-                with anyio.move_on_after(FINAL_MESSAGES_S):
+                # Longest wait for the final messages of a server that has exited.
+                with anyio.move_on_after(1.0):
                     await ended.wait()
                 tasks.cancel_scope.cancel()
         finally:
@@ -106,14 +104,15 @@ class ServerProcess:
         elif isinstance(message, Counted):
             self._hub.numbers.note(self._settings.index, message.numbers)
             if message.wants_sums:
-                tasks.start_soon(self._send_sums)
+
+                async def send_sums() -> None:
+                    sums = await self._hub.add_up()
+                    if self._channel is not None:
+                        self._channel.send(Sums(sums))
+
+                tasks.start_soon(send_sums)
         elif isinstance(message, AbortNamed):
             self._hub.send_to_others(self._settings.index, message)
-
-    async def _send_sums(self) -> None:
-        sums = await self._hub.add_up()
-        if self._channel is not None:
-            self._channel.send(Sums(sums))
 
     async def _watch(self, scope: anyio.CancelScope) -> None:
         """Cancel the scope, as a failure, once the server sends no more messages."""
@@ -247,10 +246,17 @@ async def serve_group(
         on_exit=on_exit,
         on_stopping=let_go,
     )
+
+    async def watch(engine: Engine) -> None:
+        """End the servers when the engine has died."""
+        while (health := engine.health()).status != "DEAD":  # noqa: ASYNC110
+            await anyio.sleep(1.0)
+        servers.fail(health.reason)
+
     failure: EngineDead | None = None
     async with anyio.create_task_group() as tasks:
         if engine is not None:
-            tasks.start_soon(_watch, engine, servers)
+            tasks.start_soon(watch, engine)
         try:
             await servers.run(stop)
         except EngineDead as error:  # a group of tasks would wrap it
@@ -258,13 +264,3 @@ async def serve_group(
         tasks.cancel_scope.cancel()
     if failure is not None:
         raise failure
-
-
-async def _watch(engine: Engine, servers: ApiServers) -> None:
-    """End the servers when the engine has died."""
-    while True:
-        health = engine.health()
-        if health.status == "DEAD":
-            servers.fail(health.reason)
-            return
-        await anyio.sleep(1.0)
