@@ -149,14 +149,17 @@ def test_a_poison_that_is_alone_fails_with_its_third_death(kills_at: int, is_sud
 
 
 def test_sequences_that_ran_at_two_deaths_are_isolated_until_their_next_token() -> None:
+    """A third death beside others, as where its reader was behind, fails none; one in isolation does."""
     crowd, recovery = [Modelled() for _ in range(3)], Recovery(8)
-    for is_isolated in (False, True):
+    for is_isolated in (False, True, True):
         verdicts = recovery.on_death([InFlightSequence(_of(each), True) for each in crowd], REASON)
         assert [error for _, error in verdicts] == [None] * 3
         assert [recovery.must_be_isolated(_of(each)) for each in crowd] == [is_isolated] * 3
     crowd[0].output_ids.append(7)
     assert not recovery.must_be_isolated(_of(crowd[0]))
     assert recovery.on_death([InFlightSequence(_of(crowd[0]), True)], REASON) == [(crowd[0], None)]
+    ((_, error),) = recovery.on_death([InFlightSequence(_of(crowd[1]), True)], REASON)
+    assert "brings down what computes it" in str(error)
 
 
 @pytest.mark.parametrize("why", ["it ran in a sibling of the one at fault", "its reader is behind"])

@@ -2,8 +2,8 @@
 
 A sequence goes on at another replica, from the tokens that were handed out. One that brings its replica down would
 bring down the next one, too, so that each sequence counts the deaths at which it was running since its newest token.
-After two it runs *isolated*: nothing else is where it runs, until its next token. A third death fails it. So a sequence
-that merely ran beside the one at fault is isolated for a moment, and ends well.
+After two it runs *isolated*: nothing else is where it runs, until its next token. A third death, in isolation, fails it.
+So a sequence that merely ran beside the one at fault is isolated for a moment, and ends well.
 
 A sequence may crash its replica in the step in which it starts, before the front end hears of the start. So a death
 counts half for a sequence that was not known to run where others were, and whole where none was.
@@ -87,7 +87,10 @@ class Recovery:
             if len(sequence.output_ids) > deaths.num_tokens:
                 deaths.num_tokens, deaths.num_in_row = len(sequence.output_ids), 0.0
             if not is_unaffected and (was_running or not _waits_for_reader(sequence)):
-                deaths.num_in_row += 1.0 if was_running or not is_any_known else 0.5
+                weight = 1.0 if was_running or not is_any_known else 0.5
+                # Beside others it may only become isolated: the death that fails it is one in isolation.
+                most = FAILED_AFTER if len(in_flight) == 1 else ISOLATED_AFTER
+                deaths.num_in_row = min(deaths.num_in_row + weight, most)
             verdicts.append((sequence, self._judge(deaths, reason)))
         return verdicts
 
