@@ -28,7 +28,7 @@ from typing import Any, cast
 import numpy as np
 
 from aioengine.cluster.cluster_core import ClusterCore
-from aioengine.cluster.replica import MakeBackend, Replica, ReplicaState, Shared
+from aioengine.cluster.replica import MakeBackend, Replica, ReplicaState
 from aioengine.config import EngineConfig, ReplicaOptions
 from aioengine.core.executor_protocol import ExecutorInfo
 from aioengine.core.health import Beat
@@ -81,9 +81,8 @@ def make_cluster(num_replicas: int) -> ClusterCore:
     options = ReplicaOptions(replicas=num_replicas)
     hooks = CoreHooks(cast(Any, None), cast(Any, None), lambda: None)
     cluster = ClusterCore(config, options, hooks, time.perf_counter)
-    shared = Shared(cluster.conditions, cluster.user_code)
     for rank in range(num_replicas):
-        replica = Replica(rank, cast(MakeBackend, None), options, hooks, shared, cluster, time.perf_counter)
+        replica = Replica(rank, cast(MakeBackend, None), cluster, hooks)
         replica.core = make_core(config, replica._hooks)
         replica.state = ReplicaState.SERVING
         cluster.add_replica(replica)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from layouts import layout_of
 
-from aioengine.cluster.agreement import SAME_CONFIG, SAME_OFFER, check_agreement, combine, is_same_model
+from aioengine.cluster.cluster_core import SAME_CONFIG, SAME_OFFER, check_agreement, combine, is_same_model
 from aioengine.config import EngineConfig
 from aioengine.core.executor_protocol import ExecutorInfo
 from aioengine.errors import ConfigError

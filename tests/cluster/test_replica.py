@@ -8,7 +8,7 @@ from typing import Any, cast
 import anyio
 import pytest
 
-from aioengine.cluster.replica import Replica, Shared, stall_of
+from aioengine.cluster.replica import Replica, stall_of
 from aioengine.config import ReplicaOptions
 from aioengine.core.health import Health
 from aioengine.core.listener import Conditions
@@ -35,7 +35,8 @@ class Backend:
 async def opened(now: float, on_record: Any = None) -> tuple[Replica, Backend, ClusterHooks]:
     """A replica that has been opened, at ``now`` by its clock; its backend, and what that was given."""
     nothing: dict[str, Any] = dict.fromkeys(("check", "on_state", "on_death"), lambda *_: None)
-    members = cast(Any, SimpleNamespace(on_record=on_record, **nothing))
+    shared = {"clock": lambda: now, "conditions": Conditions(), "options": ReplicaOptions(), "user_code": UserCode()}
+    members = cast(Any, SimpleNamespace(on_record=on_record, **shared, **nothing))
     hooks = CoreHooks(cast(Any, None), cast(Any, None), lambda: None)
     given: list[ClusterHooks] = []
     backend = Backend()
@@ -45,7 +46,7 @@ async def opened(now: float, on_record: Any = None) -> tuple[Replica, Backend, C
         given.append(hooks.cluster)
         return backend
 
-    replica = Replica(0, make, ReplicaOptions(), hooks, Shared(Conditions(), UserCode()), members, lambda: now)
+    replica = Replica(0, make, members, hooks)
     await replica.find_model()
     await replica.open()
     return replica, backend, given[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from aioengine.cluster.totals import StepTotals
+from aioengine.cluster.cluster_core import StepTotals
 from aioengine.outputs.metrics import StepRecord
 
 

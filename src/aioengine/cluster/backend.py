@@ -16,8 +16,8 @@ from aioengine.cluster.coordinator import OWNER, Coordinator
 from aioengine.cluster.coordinator_messages import MAX_REASON_CHARS, Counts, Member, check_count
 from aioengine.cluster.launchers import AddressLauncher, Launcher, ProcessLauncher
 from aioengine.cluster.lockstep_launcher import LockstepLauncher
-from aioengine.cluster.replica import Replica, ReplicaState, Shared, for_each
-from aioengine.cluster.reservation import Reservation
+from aioengine.cluster.placing import Reservation
+from aioengine.cluster.replica import Replica, ReplicaState, for_each
 from aioengine.config import EngineConfig, ProcessOptions, ReplicaOptions
 from aioengine.core.in_process import clock_of
 from aioengine.core.protocol import Cluster, CoreHooks, ReplicaStatus
@@ -78,8 +78,8 @@ class Replicated:
     core: ClusterCore
 
     def __init__(self, config: EngineConfig, options: ReplicaOptions, launcher: Launcher, hooks: CoreHooks) -> None:
-        self._config = config
-        self._options = options
+        self.config = config
+        self.options = options
         self._launcher = launcher
         self._hooks = hooks
         self._replicas: dict[int, Replica] = {}
@@ -100,13 +100,12 @@ class Replicated:
     # As a backend
 
     async def find_model(self) -> ModelFolder:
-        self._clock = clock_of(asyncio.get_running_loop())
-        self._config = await self._launcher.open(self._hooks.worker, self._config)
-        check_stall_timeout(self._config, self._options)
-        self.core = ClusterCore(self._config, self._options, self._hooks, self._clock)
-        if self._options.cluster_address is not None:
-            await self._share(self._options.cluster_address)
-        replicas = [self._make(rank) for rank in range(self._options.num_replicas)]
+        self.config = await self._launcher.open(self._hooks.worker, self.config)
+        check_stall_timeout(self.config, self.options)
+        self.core = ClusterCore(self.config, self.options, self._hooks, clock_of(asyncio.get_running_loop()))
+        if self.options.cluster_address is not None:
+            await self._share(self.options.cluster_address)
+        replicas = [self._make(rank) for rank in range(self.options.num_replicas)]
         folders = await for_each(replicas, self._find)
         found = [folder for rank, folder in enumerate(folders) if rank not in self._late]
         if not found:
@@ -184,7 +183,7 @@ class Replicated:
         """
         check_count(replicas)
         self._check_owned()
-        if self._options.lockstep and replicas != self._options.num_replicas:
+        if self.options.lockstep and replicas != self.options.num_replicas:
             raise InvalidRequest(
                 "replicas in lockstep stay as many as they are: start another engine", param="replicas"
             )
@@ -197,7 +196,7 @@ class Replicated:
         """Start all replicas again, one after the other; those in lockstep at once."""
         self._check_owned()
         async with self._change():
-            if self._options.lockstep:
+            if self.options.lockstep:
                 replicas = list(self._replicas.values())
                 await for_each(replicas, self._drain)
                 await for_each(replicas, Replica.restart)
@@ -209,7 +208,7 @@ class Replicated:
     def _check_owned(self) -> None:
         if not self._launcher.owns_engines:
             raise InvalidRequest(
-                f"the engines at {', '.join(self._options.addresses)} are not started here: start, end and restart "
+                f"the engines at {', '.join(self.options.addresses)} are not started here: start, end and restart "
                 "them where they run; a front end of other addresses is another engine",
                 param="replicas",
             )
@@ -229,13 +228,10 @@ class Replicated:
 
     async def _have(self, rank: int) -> None:
         """Start or restart the replica of a rank unless it serves or will."""
-        replica = self._replicas.get(rank)
-        if replica is None:
-            await self._start(rank)
-        elif replica.state is ReplicaState.DRAINING or not replica.is_coming:
-            await replica.restart()
-
-    async def _start(self, rank: int) -> None:
+        if (present := self._replicas.get(rank)) is not None:
+            if present.state is ReplicaState.DRAINING or not present.is_coming:
+                await present.restart()
+            return
         replica = self._make(rank)
         try:
             await replica.find_model()
@@ -264,11 +260,16 @@ class Replicated:
 
     async def _drain(self, replica: Replica) -> None:
         """Wait until a replica has no request of any front end; move what is left of this one's."""
-        timeout_s = self._options.drain_timeout_s
+        coordinator, timeout_s = self._coordinator, self.options.drain_timeout_s
+
+        async def wait_others() -> None:
+            with anyio.move_on_after(timeout_s + OTHERS_GRACE_S):
+                if coordinator is not None:
+                    await coordinator.wait_drained(replica.rank)
+
         try:
             async with anyio.create_task_group() as tasks:
-                if self._coordinator is not None:
-                    tasks.start_soon(self._wait_others_drained, self._coordinator, replica.rank)
+                tasks.start_soon(wait_others)
                 self.core.move(replica, await replica.drain(timeout_s))
         except BaseException:  # a change of mind
             replica.serve_again()
@@ -276,21 +277,13 @@ class Replicated:
 
     def _make(self, rank: int) -> Replica:
         folder = None if self._folder is None else self._folder.path
-        max_restarts = self._options.max_restarts if self._launcher.owns_engines else math.inf
-        shared = Shared(self.core.conditions, self.core.user_code, folder, max_restarts)
-        replica = Replica(rank, self._launcher, self._options, self._hooks, shared, self.core, self._clock)
-        self._replicas[rank] = replica
+        max_restarts = self.options.max_restarts if self._launcher.owns_engines else math.inf
+        replica = self._replicas[rank] = Replica(
+            rank, self._launcher, self.core, self._hooks, folder=folder, max_restarts=max_restarts
+        )
         return replica
 
     # As a coordinator asks, for further front ends
-
-    @property
-    def config(self) -> EngineConfig:
-        return self._config
-
-    @property
-    def options(self) -> ReplicaOptions:
-        return self._options
 
     @property
     def pair_path(self) -> str:
@@ -357,16 +350,11 @@ class Replicated:
         async def release(rank: int) -> None:
             coordinator.release(rank, OWNER)
 
-        self.core.placing.reservation = reservation = Reservation(
-            self.core, lambda: coordinator.reserve(OWNER), release, is_single=lambda: not coordinator.attached
+        self.core.placing.reservation = Reservation(
+            lambda: coordinator.reserve(OWNER), release, lambda: not coordinator.attached
         )
         self.core.on_change = coordinator.announce
-        self.core.beside += [coordinator.serve, reservation.run]
-
-    async def _wait_others_drained(self, coordinator: Coordinator, rank: int) -> None:
-        """Wait until no further front end has requests at a replica that drains, and a little longer than they may."""
-        with anyio.move_on_after(self._options.drain_timeout_s + OTHERS_GRACE_S):
-            await coordinator.wait_drained(rank)
+        self.core.beside.append(coordinator.serve)
 
     def _make_folder(self) -> None:
         self._folder = PrivateFolder()

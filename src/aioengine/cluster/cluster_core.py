@@ -13,13 +13,12 @@ from collections.abc import Callable, Collection, Coroutine, Iterable
 from typing import Any
 
 import anyio
+import msgspec
 
-from aioengine.cluster.agreement import check_agreement, combine
 from aioengine.cluster.balancer import MAX_AFFINITY_BLOCKS
 from aioengine.cluster.broadcast import WEIGHTS, ClusterControl
 from aioengine.cluster.placing import Placing
 from aioengine.cluster.replica import Replica, ReplicaCore, ReplicaState
-from aioengine.cluster.totals import StepTotals
 from aioengine.config import EngineConfig, ReplicaOptions
 from aioengine.core.control import (
     AnyControl,
@@ -37,7 +36,7 @@ from aioengine.core.health import Health, HealthStatus
 from aioengine.core.listener import Conditions, Endings, Listener
 from aioengine.core.observers import Observers, UserCode
 from aioengine.core.protocol import CoreHooks, InFlightSequence
-from aioengine.errors import AioEngineError, EngineClosed, EngineDead, InvalidRequest, describe
+from aioengine.errors import AioEngineError, ConfigError, EngineClosed, EngineDead, InvalidRequest, describe
 from aioengine.outputs import FinishReason
 from aioengine.outputs.metrics import StepRecord
 from aioengine.scheduler.scheduler import SchedulerStats
@@ -50,6 +49,22 @@ SERVES = (ReplicaState.SERVING, ReplicaState.DRAINING)
 
 CLEAR_CACHES = (ResetPrefixCache, Sleep, UpdateWeights, CommitWeights)
 """Calls after which no replica has a prefix in its cache."""
+
+SAME_OFFER = ("vocab_size", "block_size", "max_model_len", "dtype", "layout")
+"""Fields of `ExecutorInfo` without which a request cannot go on at another replica, or would go on otherwise."""
+
+SAME_CONFIG = (
+    *("model", "revision", "quantization", "kv_cache_dtype", "logits_processors", "max_logprobs", "max_n"),
+    "max_waiting",  # else a request of more choices than that would wait for ever
+    "heartbeat_interval_s",  # by which the front end knows what has stopped
+)
+"""The same fields of `EngineConfig`. Others (memory, batch sizes, threads) change speed and no answer."""
+
+LOADS = ("running", "waiting", "blocked", "free_blocks", "num_blocks", "cached_blocks", "touched_blocks")
+"""Fields of `StepRecord` with the load now."""
+COUNTERS = ("preemptions", "prefix_cache_queries", "prefix_cache_hits")
+"""Fields that count since the engine's start."""
+FIELDS = (*LOADS, *COUNTERS)
 
 
 class ClusterCore:
@@ -91,7 +106,7 @@ class ClusterCore:
         self.on_change: Callable[[], None] = lambda: None
         self.control = ClusterControl()
         self.placing = Placing(*(self.replicas, options, clock, self._end_soon), config=config, offset=offset)
-        self._options = options
+        self.options = options
         self._hooks = hooks
         self._endings = Endings(self.user_code, self.conditions.check)
         self._offer: tuple[ExecutorInfo, EngineConfig] | None = None
@@ -294,7 +309,7 @@ class ClusterCore:
             )
         if isinstance(control, Pause | Sleep) and control.mode == "abort":
             self.placing.hold()  # what comes from now on is behind this call, and not aborted
-        if self._options.lockstep and isinstance(control, Sleep) and control.level:
+        if self.options.lockstep and isinstance(control, Sleep) and control.level:
             # First none may begin a wave any more: one that has given its memory back could not compute in it.
             await self.control.perform(Sleep(0, control.mode), lambda: self._cores, self._until_some)
             control = Sleep(control.level, "keep")
@@ -401,6 +416,7 @@ class ClusterCore:
                 self._tasks.start_soon(replica.run)
             self.placing.start_soon = self._tasks.start_soon
             self._tasks.start_soon(self.placing.watch)
+            self._tasks.start_soon(self.placing.keep_reserving, self.conditions)
             for task in self.beside:
                 self._tasks.start_soon(task)
             await self._over.wait()
@@ -437,3 +453,77 @@ class ClusterCore:
         self.placing.clear()
         self._endings.report_some()
         self.conditions.end_all()
+
+
+class StepTotals:
+    """Sums over replicas, kept up to date by difference: a record costs the same however many replicas there are."""
+
+    def __init__(self) -> None:
+        self._of_rank: dict[int, list[int]] = {}
+        """Each engine's `FIELDS`, by its last record."""
+        self._sums = [0] * len(FIELDS)
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """`COUNTERS` of all engines, those that have ended included."""
+        return dict(zip(COUNTERS, self._sums[len(LOADS) :], strict=True))
+
+    def take(self, rank: int, record: StepRecord) -> StepRecord:
+        """The record of a replica's step, with the loads and counters of all replicas."""
+        mine = [getattr(record, name) for name in FIELDS]
+        before, sums = self._of_rank.get(rank), self._sums
+        self._of_rank[rank] = mine
+        for place, value in enumerate(mine):
+            sums[place] += value - (before[place] if before is not None else 0)
+        return msgspec.structs.replace(record, **dict(zip(FIELDS, sums, strict=True)))
+
+    def forget(self, rank: int) -> None:
+        """An engine has ended: take its loads off; its counters stay. Idempotent."""
+        for place, value in enumerate(self._of_rank.pop(rank, ())[: len(LOADS)]):
+            self._sums[place] -= value
+
+
+def check_agreement(
+    rank: int, ours: tuple[ExecutorInfo, EngineConfig], theirs: tuple[ExecutorInfo, EngineConfig]
+) -> None:
+    """Compare the engine of a rank with what its siblings have in common.
+
+    Args:
+        ours, theirs: of a sibling, and of this engine.
+    Raises:
+        ConfigError: they differ; the error names each field and both values.
+    """
+    found = []
+    for own, other, names in zip(ours, theirs, (SAME_OFFER, SAME_CONFIG), strict=True):
+        for name in names:
+            here, there = getattr(own, name), getattr(other, name)
+            if not (is_same_model(here, there) if name == "model" else here == there):
+                found.append(f"{name} is {there!r} there, and {here!r} at the others")
+    if found:
+        raise ConfigError(
+            f"replica {rank} cannot stand in for the others: {'; '.join(found)}: start all replicas with the same "
+            "model and config"
+        )
+
+
+def combine(infos: list[ExecutorInfo]) -> ExecutorInfo:
+    """Add up the offers of replicas: blocks and bytes are summed, the rest is the first one's."""
+    return msgspec.structs.replace(
+        infos[0],
+        num_blocks=sum(info.num_blocks for info in infos),
+        more_blocks=tuple(map(sum, zip(*(info.more_blocks for info in infos), strict=True))),
+        kv_cache_bytes=sum(info.kv_cache_bytes for info in infos),
+        weight_bytes=sum(info.weight_bytes for info in infos),
+        device=", ".join(dict.fromkeys(info.device for info in infos)),
+    )
+
+
+def is_same_model(ours: str | None, theirs: str | None) -> bool:
+    """Whether two values of `EngineConfig.model` may name one model.
+
+    Hosts may keep it in different folders, so that of a path only the last part counts. Whether the files
+    are the same is not checked beyond `SAME_OFFER`.
+    """
+    if ours is None or theirs is None or not any(each.startswith(("/", "./", "../", "~")) for each in (ours, theirs)):
+        return ours == theirs
+    return ours.rstrip("/").rpartition("/")[2] == theirs.rstrip("/").rpartition("/")[2]

@@ -13,16 +13,16 @@ import anyio
 
 from aioengine.cluster import coordinator_messages as m
 from aioengine.cluster.cluster_core import ClusterCore
-from aioengine.cluster.replica import Replica, ReplicaState, Shared, for_each
-from aioengine.cluster.reservation import Reservation
-from aioengine.config import EngineConfig, ReplicaOptions
+from aioengine.cluster.placing import Reservation
+from aioengine.cluster.replica import Replica, ReplicaState, for_each
+from aioengine.config import ReplicaOptions
 from aioengine.core.in_process import clock_of
 from aioengine.core.protocol import Cluster, CoreHooks, ReplicaStatus
 from aioengine.errors import AioEngineError, EngineClosed, EngineDead, WireError
 from aioengine.models.folder import ModelFolder
 from aioengine.processes.progress import OnProgress
 from aioengine.transport import wire
-from aioengine.transport.backends import Connected, known_fields, refuse_function
+from aioengine.transport.backends import Connected, known_fields, read_config, refuse_function
 from aioengine.transport.link import ControlCalls, Link, death_of
 from aioengine.transport.security import ClientKeys, KeyPair
 
@@ -82,12 +82,9 @@ class ConnectedCluster:
             self._address, None, m.AttachedToCluster, name="a front end of a cluster", timeout_s=self._timeout_s
         )
         known = known_fields(ReplicaOptions, attached.options)
-        self._options = ReplicaOptions(**known | {"restart_backoff_s": RECONNECT_S})
-        self._clock = clock_of(asyncio.get_running_loop())
-        config = EngineConfig(**known_fields(EngineConfig, attached.config))
-        self.core = ClusterCore(
-            *(config, self._options, self._hooks, self._clock), is_owner=False, offset=1 + attached.index
-        )
+        options = ReplicaOptions(**known | {"restart_backoff_s": RECONNECT_S})
+        clock, config = clock_of(asyncio.get_running_loop()), read_config(attached.config)
+        self.core = ClusterCore(config, options, self._hooks, clock, is_owner=False, offset=1 + attached.index)
         self._counts = attached.counts
         self._pair_path = attached.pair_path
         self._note_members(attached.members)
@@ -121,10 +118,10 @@ class ConnectedCluster:
             await replica.open()
             self.core.add_replica(replica)
         self.core.on_change = self._follow
-        self.core.placing.reservation = reservation = Reservation(
-            self.core, lambda: self._call(m.Reserve()), lambda rank: self._call(m.Release(rank))
+        self.core.placing.reservation = Reservation(
+            lambda: self._call(m.Reserve()), lambda rank: self._call(m.Release(rank)), lambda: False
         )
-        self.core.beside += [self._run, reservation.run]
+        self.core.beside.append(self._run)
 
     async def apply_model(self, function: Callable[[Any], T]) -> list[T]:
         return await refuse_function(self, function)
@@ -181,7 +178,7 @@ class ConnectedCluster:
                 self._tasks.cancel_scope.cancel()
         finally:
             self._tasks = None
-            self._calls.end_all(self._end_error)
+            self._calls.end_all(self._make_end_error)
 
     async def _hear(self) -> None:
         """Wait for the coordinator's next messages, or its end, and act on them."""
@@ -190,7 +187,7 @@ class ConnectedCluster:
             messages = await self._link.channel.receive()
             self._take_batch(messages)
             if self._link.monitor.is_gone and not messages:
-                self._die(EngineDead(f"the process that owns the replicas ({self._address}) is gone"))
+                self.core.die(EngineDead(f"the process that owns the replicas ({self._address}) is gone"))
             tasks.cancel_scope.cancel()
 
     async def _watch_connection(self) -> None:
@@ -198,11 +195,8 @@ class ConnectedCluster:
             await self._link.monitor.look()
         self._link.channel.wake()  # what came before the end is read first
 
-    def _end_error(self) -> AioEngineError:
+    def _make_end_error(self) -> AioEngineError:
         return self.core.death.anew() if self.core.death is not None else EngineClosed("the engine is closed")
-
-    def _die(self, death: EngineDead) -> None:
-        self.core.die(death)
 
     def _take_batch(self, messages: list[list[bytes]]) -> None:
         """Act on what has come. At once: what a cancelled task has received and not read would be lost."""
@@ -212,7 +206,7 @@ class ConnectedCluster:
             except WireError as error:
                 logger.warning("refused a message of the coordinator's: %s", error)
                 if isinstance(error, wire.OutOfTurn) and error.is_gap:
-                    self._die(EngineDead(f"messages of the coordinator were lost: {error}"))
+                    self.core.die(EngineDead(f"messages of the coordinator were lost: {error}"))
                 continue
             if self._link.reader.due % ACKNOWLEDGE_EVERY == 0:
                 self._link.send(wire.Acknowledge(self._link.reader.due - 1))
@@ -231,7 +225,7 @@ class ConnectedCluster:
             case wire.Returned():
                 self._calls.on_returned(body)
             case wire.Shutdown():
-                self._die(death_of(body.fault))
+                self.core.die(death_of(body.fault))
 
     # The members
 
@@ -269,17 +263,16 @@ class ConnectedCluster:
             self._tasks.start_soon(run)
 
     def _make(self, rank: int) -> Replica:
-        shared = Shared(self.core.conditions, self.core.user_code)
-        replica = Replica(rank, self._make_backend, self._options, self._hooks, shared, self.core, self._clock)
+        def make_backend(rank: int, hooks: CoreHooks) -> _MemberBackend:
+            return _MemberBackend(lambda: self._wait_serving(rank), hooks, self._connect_options, self._pair_path)
+
+        replica = Replica(rank, make_backend, self.core, self._hooks)
         replica.is_lent = self._is_away(rank)
         return replica
 
     def _is_away(self, rank: int) -> bool:
         """Whether this side is to leave a replica: it sends nothing there, also where a connection is just made."""
         return rank not in self._members or self._members[rank].state in AWAY
-
-    def _make_backend(self, rank: int, hooks: CoreHooks) -> _MemberBackend:
-        return _MemberBackend(lambda: self._wait_serving(rank), hooks, self._connect_options, self._pair_path)
 
     def _serving(self, rank: int) -> m.Member | None:
         member = self._members.get(rank)
@@ -310,19 +303,20 @@ class ConnectedCluster:
     async def _drain(self, replica: Replica) -> None:
         member = self._members.get(replica.rank)
         is_reserved = member is not None and member.state == "reserved"
-        self.core.move(replica, await replica.drain(0.0 if is_reserved else self._options.drain_timeout_s))
+        self.core.move(replica, await replica.drain(0.0 if is_reserved else self.core.options.drain_timeout_s))
         if is_reserved:
             self._tried.pop(replica.rank, None)  # the same one is to be used again
         self._drained.add(replica.rank)
         self._link.send(m.Drained(replica.rank))
-        if replica.state is ReplicaState.DRAINING and self._tasks is not None:
-            self._tasks.start_soon(self._reconnect, replica)
 
-    async def _reconnect(self, replica: Replica) -> None:
-        """Leave a replica that is about to end, and come back when another one serves in its place."""
-        if replica.state is ReplicaState.DRAINING:  # else it has ended meanwhile
-            with contextlib.suppress(EngineDead):  # it was removed
-                await replica.restart()
+        async def reconnect() -> None:
+            """Leave a replica that is about to end, and come back when another one serves in its place."""
+            if replica.state is ReplicaState.DRAINING:  # else it has ended meanwhile
+                with contextlib.suppress(EngineDead):  # it was removed
+                    await replica.restart()
+
+        if replica.state is ReplicaState.DRAINING and self._tasks is not None:
+            self._tasks.start_soon(reconnect)
 
     async def _remove(self, replica: Replica) -> None:
         self.core.move(replica, await replica.drain(0.0))

@@ -7,8 +7,8 @@ import contextlib
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import anyio
@@ -18,6 +18,7 @@ from aioengine.cluster.recovery import Recovery
 from aioengine.cluster.replica import Replica, ReplicaCore
 from aioengine.config import EngineConfig, ReplicaOptions
 from aioengine.core.control import ExecuteDummyBatch
+from aioengine.core.listener import Conditions
 from aioengine.errors import AioEngineError, EngineClosed, EngineDead
 from aioengine.scheduler.sequence import Sequence
 
@@ -30,14 +31,23 @@ LOOK_S = 0.1
 """Between two looks at the pending sequences, where no step of a replica makes room for them."""
 
 
-class HasReservation(Protocol):
-    """The replicas that a front end beside others has alone: `Reservation`."""
+CONNECT_S = 10.0
+"""For a front end to have a connection to the replica that it has reserved."""
 
-    def has(self, rank: int) -> bool:
-        """Whether no other front end uses the replica of this rank."""
 
-    def ask(self) -> None:
-        """Have a replica; `Placing.dispatch` follows. Idempotent."""
+class Reservation(NamedTuple):
+    """How this front end has a replica for itself, of several front ends that use the same replicas.
+
+    A front end knows its own sequences alone: for an isolated one it asks the cluster's owner for a replica that the
+    other front ends leave.
+    """
+
+    reserve: Callable[[], Awaitable[int]]
+    """Has a replica that no other front end uses, and returns its rank; raises AioEngineError where none can be had."""
+    release: Callable[[int], Awaitable[None]]
+    """Lets them use it again."""
+    is_single: Callable[[], bool]
+    """Whether this front end is the only one now."""
 
 
 class Placing:
@@ -54,7 +64,7 @@ class Placing:
         core_of: the core that has a sequence, or had it last.
         start_soon: starts a task beside the replicas'.
         balancer: which of several replicas is the best one.
-        reservation: how a replica is had for this front end alone; None: there is no other one.
+        reservation: None: there are no other front ends.
     """
 
     def __init__(
@@ -69,7 +79,7 @@ class Placing:
     ) -> None:
         self.pending: dict[Sequence, float] = {}
         self.balancer = Balancer(options.balance, block_size=config.block_size, offset=offset)
-        self.reservation: HasReservation | None = None
+        self.reservation: Reservation | None = None
         self.recovery = Recovery(options.max_attempts)
         self.core_of: WeakKeyDictionary[Sequence, ReplicaCore] = WeakKeyDictionary()
         self._replicas = replicas
@@ -89,6 +99,10 @@ class Placing:
         """Ranks whose steps in flight are waited for, before an isolated sequence runs there."""
         self.start_soon: Callable[..., object] = lambda *_: None
         self._has_pending = asyncio.Event()
+        self._reserved: int | None = None
+        """The rank of the replica that this front end has for itself."""
+        self._lacks_replica = asyncio.Event()
+        """An isolated sequence waits for a replica that is to be reserved."""
         self._is_held = False
         self._is_full = False
         """Whether, at the last look, no replica took what may be anywhere."""
@@ -207,6 +221,34 @@ class Placing:
                 self.dispatch()
                 await anyio.sleep(LOOK_S)
 
+    async def keep_reserving(self, conditions: Conditions) -> None:
+        """Reserve a replica whenever an isolated sequence lacks one, until no sequence is isolated, or it has died."""
+        while True:
+            await self._lacks_replica.wait()
+            self._lacks_replica.clear()
+            if self.has_isolated:
+                try:
+                    await self._use_reserved(conditions)
+                except AioEngineError as error:  # the isolated sequences wait, and ask again
+                    logger.warning("no replica can be had for an isolated request: %s", error)
+
+    async def _use_reserved(self, conditions: Conditions) -> None:
+        assert self.reservation is not None
+        rank = await self.reservation.reserve()
+
+        def serves() -> bool:
+            return rank in self._replicas and self._replicas[rank].is_serving
+
+        with anyio.move_on_after(CONNECT_S):  # this side may be just about to connect to it
+            await conditions.add_soon(lambda: serves() or not self.has_isolated)
+        try:
+            self._reserved = rank
+            self.dispatch()
+            await conditions.add_soon(lambda: not self.has_isolated or not serves())
+        finally:
+            self._reserved = None
+        await self.reservation.release(rank)
+
     def _place(self, sequence: Sequence) -> bool:
         """Add a sequence to a replica; False if there is none that takes it now."""
         if self.recovery.must_be_isolated(sequence):
@@ -238,9 +280,10 @@ class Placing:
         if len(replicas) < 2 and any(map(self._is_reserved, self._replicas.values())):
             return False
         if self.reservation is not None:
-            replicas = [each for each in replicas if self.reservation.has(each.rank)]
+            if not self.reservation.is_single():
+                replicas = [each for each in replicas if each.rank == self._reserved]
             if not replicas:
-                self.reservation.ask()
+                self._lacks_replica.set()
         if not replicas:
             return False
         replica = min(replicas, key=self._unfitness)

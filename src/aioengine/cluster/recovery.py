@@ -2,8 +2,8 @@
 
 A sequence goes on at another replica, from the tokens that were handed out. One that brings its replica down would
 bring down the next one, too, so that each sequence counts the deaths at which it was running since its newest token.
-After two it runs *isolated*: nothing else is where it runs, until its next token. A third death, in isolation, fails it.
-So a sequence that merely ran beside the one at fault is isolated for a moment, and ends well.
+After two it runs *isolated*: nothing else is where it runs, until its next token. A third death, in isolation, fails
+it. So a sequence that merely ran beside the one at fault is isolated for a moment, and ends well.
 
 A sequence may crash its replica in the step in which it starts, before the front end hears of the start. So a death
 counts half for a sequence that was not known to run where others were, and whole where none was.

@@ -6,7 +6,7 @@ import enum
 import logging
 import math
 from collections.abc import Awaitable, Callable, Iterable
-from typing import NamedTuple, Protocol, TypeVar, cast
+from typing import Protocol, TypeVar, cast
 
 import anyio
 
@@ -109,19 +109,13 @@ def stall_of(health: Health, timeout_s: float) -> str:
     return ""
 
 
-class Shared(NamedTuple):
-    """Shared by the replicas of a cluster."""
-
-    conditions: Conditions
-    user_code: UserCode
-    folder: str | None = None
-    """As `ClusterHooks.folder`."""
-    max_restarts: float = math.inf
-    """As `ReplicaOptions.max_restarts`."""
-
-
 class Members(Protocol):
-    """The cluster, as its replicas use it."""
+    """The cluster, as its replicas use it: `ClusterCore`."""
+
+    clock: Callable[[], float]
+    conditions: Conditions
+    options: ReplicaOptions
+    user_code: UserCode
 
     def check(self, rank: int, core: ReplicaCore) -> None:
         """Raise ConfigError if an engine cannot stand in for the others."""
@@ -153,7 +147,8 @@ class Replica:
         rank: its place among all.
         make_backend: called for each start.
         hooks: of the cluster's own backend.
-        shared: the conditions and the user's code of all replicas.
+        folder: as `ClusterHooks.folder`.
+        max_restarts: as `ReplicaOptions.max_restarts`.
     Attributes:
         state, reason: the reason is that of its last death or failure to start.
         core: of the engine that serves now; None before the first start.
@@ -167,11 +162,11 @@ class Replica:
         self,
         rank: int,
         make_backend: MakeBackend,
-        options: ReplicaOptions,
-        hooks: CoreHooks,
-        shared: Shared,
         members: Members,
-        clock: Callable[[], float],
+        hooks: CoreHooks,
+        *,
+        folder: str | None = None,
+        max_restarts: float = math.inf,
     ) -> None:
         self.rank = rank
         self.state = ReplicaState.STARTING
@@ -182,18 +177,16 @@ class Replica:
         self.num_moved = 0
         self.is_lent = False
         self._make_backend = make_backend
-        self._options = options
         self._members = members
-        self._clock = clock
-        self._shared = shared
+        self._max_restarts = max_restarts
         self._hooks = hooks._replace(
             cluster=ClusterHooks(
-                conditions=shared.conditions,
-                user_code=shared.user_code,
+                conditions=members.conditions,
+                user_code=members.user_code,
                 on_record=self._on_record,
                 on_death=self._on_core_death,
-                folder=shared.folder,
-                stall_timeout_s=options.stall_timeout_s,
+                folder=folder,
+                stall_timeout_s=members.options.stall_timeout_s,
             )
         )
         self._candidate: Candidate | None = None
@@ -209,7 +202,7 @@ class Replica:
         self._scope = anyio.CancelScope()
         self._serving_since = math.nan
         self._num_failures = 0
-        self._backoff = Backoff(options.restart_backoff_s, MAX_BACKOFF_S)
+        self._backoff = Backoff(members.options.restart_backoff_s, MAX_BACKOFF_S)
         self._pause_s = 0.0
         """Before its next start."""
 
@@ -297,7 +290,7 @@ class Replica:
         """One of the first, whose state is that of all: take requests at once, which `run` will serve."""
         assert self.core is not None
         # Nothing was read while others were still starting, which is no silence of its own.
-        self.core.heard_at = self._clock()
+        self.core.heard_at = self._members.clock()
         self._become(ReplicaState.SERVING)
 
     async def wait_until_serving(self) -> None:
@@ -307,7 +300,7 @@ class Replica:
             EngineDead: it does not, for the time being or for good.
         """
         is_over = (ReplicaState.SERVING, ReplicaState.BACKING_OFF, ReplicaState.FAILED, ReplicaState.STOPPED)
-        await self._shared.conditions.add(lambda: self._next_state is None and self.state in is_over)
+        await self._members.conditions.add(lambda: self._next_state is None and self.state in is_over)
         if not self.is_serving:
             raise EngineDead(f"replica {self.rank} does not serve: {self.reason or 'the engine has ended'}")
 
@@ -344,7 +337,7 @@ class Replica:
     async def stop(self) -> None:
         """End for good; wait until it is closed. What it still has is moved."""
         self._ask_to_become(ReplicaState.STOPPED)
-        await self._shared.conditions.add(lambda: self.state is ReplicaState.STOPPED)
+        await self._members.conditions.add(lambda: self.state is ReplicaState.STOPPED)
 
     async def restart(self) -> None:
         """End, and start again; wait until it serves. What it still has is moved.
@@ -387,7 +380,7 @@ class Replica:
         if in_flight is not None:  # before conditions are checked: else it seems that nothing is left to do
             self._members.on_death(self, in_flight, self.reason)
         self._members.on_state(self)
-        self._shared.conditions.check()
+        self._members.conditions.check()
 
     async def _go_on(self) -> None:
         """Do what its state asks for, up to the next state."""
@@ -415,7 +408,7 @@ class Replica:
         self.reason = describe(error)
         self._pause_s = self._backoff.failed(0.0)
         self._num_failures += 1
-        is_last = self._num_failures > self._shared.max_restarts
+        is_last = self._num_failures > self._max_restarts
         # A replica that stays away is logged less and less often.
         log = logger.error if is_last or self._num_failures.bit_count() == 1 else logger.debug
         log(
@@ -433,7 +426,7 @@ class Replica:
         """Serve until it dies."""
         core = self.core
         assert core is not None
-        self._serving_since = self._clock()
+        self._serving_since = self._members.clock()
         failure: Exception | None = None
 
         async def enter() -> None:
@@ -459,17 +452,15 @@ class Replica:
         if failure is not None:
             await self._on_failed(failure)
             return
-        self._pause_s = self._backoff.failed(self._clock() - self._serving_since)
+        self._pause_s = self._backoff.failed(self._members.clock() - self._serving_since)
         await self._end(is_dead=True)
 
     async def _watch(self, core: ReplicaCore) -> None:
         """Kill it when it stalls."""
-        timeout_s = self._options.stall_timeout_s
+        timeout_s = self._members.options.stall_timeout_s
         while True:
-            if not await sleep_on_time(timeout_s / 4, timeout_s / 4, self._clock):
-                continue
-            reason = stall_of(core.health(), timeout_s)
-            if reason:
+            is_on_time = await sleep_on_time(timeout_s / 4, timeout_s / 4, self._members.clock)
+            if is_on_time and (reason := stall_of(core.health(), timeout_s)):
                 core.die(EngineDead(f"replica {self.rank} is killed (stall_timeout_s): {reason}"))
                 return
 
