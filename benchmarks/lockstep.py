@@ -18,7 +18,6 @@ import statistics
 import tempfile
 import time
 import timeit
-from collections.abc import Callable
 from typing import Any
 
 from aioengine import Engine, EngineConfig, ProcessOptions
@@ -35,23 +34,12 @@ NUM_WAVES = 30
 REPEATS = 7
 
 
-class Alone:
-    """A reduction of one rank: there at once, as one is that others have begun long ago."""
-
-    def __init__(self, on_result: Callable[[bool], None]) -> None:
-        self._on_result = on_result
-
-    def begin(self, value: bool, wave: int, step: int) -> None:
-        self._on_result(True)
-
-    def close(self) -> None: ...
-
-
 def cost_of_seam() -> float:
     """µs a step, as `EngineCore` asks and tells it."""
     core = EngineCore(FakeExecutor(), EngineConfig())
     lockstep = LockstepGroup(LockstepPlace(0, 2, ""), core.break_down)
-    lockstep.open(Alone(lockstep.on_result))
+    # There at once, as a reduction is that others have begun long ago.
+    lockstep.begin_reduction = lambda value, wave, step: lockstep.on_result(True)
     core.enter_group(lockstep)
 
     def step() -> None:

@@ -181,7 +181,6 @@ class SimulatedGroup:
         for other in chance.sample(self.ranks, len(self.ranks)):
             self.run(chance, 10, trouble=0.1)
             other.waves.on_death()
-        self.coordinator.on_death()
         assert all(one.next_step() is None for one in self.ranks), "a rank goes on alone"
         after = SimulatedGroup(len(self.ranks), self.ranks[0].depth, self.every)
         for one in self.ranks:

@@ -175,14 +175,12 @@ def test_a_wave_that_others_have_begun_follows_at_once() -> None:
 
 
 def test_a_dead_rank_ends_its_group() -> None:
-    ranks, coordinator = [RankWaves(number, every=2) for number in range(2)], WaveCoordinator(2)
+    ranks = [RankWaves(number, every=2) for number in range(2)]
     ranks[0].on_launch(True)
-    coordinator.on_death()
     for rank in ranks:
         rank.on_death()
         assert not rank.may_launch
         assert not rank.is_running
-    assert coordinator.on_report(0, WaveReport(0, True)) == []
 
 
 def test_all_but_the_rank_that_has_begun_a_wave_hear_of_it() -> None:

@@ -105,14 +105,6 @@ class Device(FakeExecutor):
         self.together.launch(self.rank, step)
 
 
-class FakeReducer:
-    def __init__(self, together: Together, rank: int) -> None:
-        self.begin = partial(together.reduce, rank)
-
-    def close(self) -> None:
-        pass
-
-
 class Reader:
     """A listener."""
 
@@ -155,7 +147,7 @@ async def stepping(num_ranks: int, *, seed: int = 0, depth: int = 2, loss: float
     for rank in range(num_ranks):
         core = EngineCore(Device(together, rank, depth), EngineConfig(), clock=together.loop.time)
         lockstep = LockstepGroup(LockstepPlace(rank, num_ranks, ""), core.break_down)
-        lockstep.open(FakeReducer(together, rank))
+        lockstep.begin_reduction = partial(together.reduce, rank)
         together.on_result.append(lockstep.on_result)
         core.enter_group(lockstep)
         lockstep.on_report = partial(together.report, rank)

@@ -85,9 +85,13 @@ class ProcessLauncher(Launcher):
 
     def __call__(self, rank: int, hooks: CoreHooks) -> ReplicaBackend:
         self._ranks.add(rank)
-        share = self._slots.take(rank, max(self._num_replicas, len(self._ranks)))
-        config, process = share.config(self._config), share.options(self._process)
-        return InChild(config, process, hooks, rank=rank, env=share.environment(os.environ))
+        config, process, env = self._share(rank, max(self._num_replicas, len(self._ranks)))
+        return InChild(config, process, hooks, rank=rank, env=env)
+
+    def _share(self, rank: int, num_local: int) -> tuple[EngineConfig, ProcessOptions, dict[str, str]]:
+        """Config, options and environment of a rank's engine."""
+        share = self._slots.take(rank, num_local)
+        return share.config(self._config), share.options(self._process), share.environment(os.environ)
 
     def leave(self, rank: int) -> None:
         self._ranks.discard(rank)

@@ -201,24 +201,16 @@ class WaveCoordinator:
 
     Attributes:
         known: the greatest report.
-        is_over: whether a rank has died, and the group with it.
     """
 
     def __init__(self, num_ranks: int) -> None:
         self.known = WaveReport(0, False)
-        self.is_over = False
         self._ranks = range(num_ranks)
 
     def on_report(self, rank: int, report: WaveReport) -> list[int]:
         """A rank has reported how far it is; returns the ranks that must hear START_WAVE of the wave in `known`."""
-        if self.is_over:
-            return []
         if report > self.known:
             self.known = report
             return [other for other in self._ranks if other != rank] if report.is_running else []
         # It has ended each wave that any rank has ended: it lacks the start of this one, and nothing more.
         return [rank] if report < self.known and report.wave == self.known.wave else []
-
-    def on_death(self) -> None:
-        """A rank has died: the others cannot compute without it, and are to be ended."""
-        self.is_over = True

@@ -9,7 +9,6 @@ import queue
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Protocol
 
 from aioengine.cluster.lockstep import RankWaves, WaveDuty
 from aioengine.core.engine_core import EngineCore
@@ -27,16 +26,6 @@ died first. Then it ends itself."""
 
 class LockstepBroken(Exception):
     """Another engine of the group is gone."""
-
-
-class Reducer(Protocol):
-    """All-reduces off the loop, in order."""
-
-    def begin(self, value: bool, wave: int, step: int) -> None:
-        """Reduce a value; that it is of the same wave and step at all ranks is checked."""
-
-    def close(self) -> None:
-        """Begin no more."""
 
 
 class GlooReducer:
@@ -57,9 +46,11 @@ class GlooReducer:
         threading.Thread(target=self._run, name="aioengine-lockstep", daemon=True).start()
 
     def begin(self, value: bool, wave: int, step: int) -> None:
+        """Reduce a value; that it is of the same wave and step at all ranks is checked."""
         self._queue.put((value, wave, step))
 
     def close(self) -> None:
+        """Begin no more."""
         self._queue.put(None)
 
     def _run(self) -> None:
@@ -89,16 +80,11 @@ class LockstepGroup:
         self.on_report: Callable[[], None] = lambda: None
         self._waves = RankWaves(place.rank)
         self._on_broken = on_broken
-        self._reducer: Reducer | None = None
+        self.begin_reduction: Callable[[bool, int, int], None]
+        """Begins to reduce a value at a wave and step, once the group is connected; ends in `on_result`."""
         self._end: asyncio.TimerHandle | None = None
 
-    def open(self, reducer: Reducer) -> None:
-        """Step with a group that is connected; the reducer's results go to `on_result`."""
-        self._reducer = reducer
-
     def close(self) -> None:
-        if self._reducer is not None:
-            self._reducer.close()
         if self._end is not None:
             self._end.cancel()
 
@@ -115,8 +101,7 @@ class LockstepGroup:
         return self._waves.may_launch
 
     def on_launch(self, has_work: bool) -> None:
-        duty = self._waves.on_launch(has_work)
-        if duty is not WaveDuty.NOTHING:
+        if (duty := self._waves.on_launch(has_work)) is not WaveDuty.NOTHING:
             self._do(duty)
 
     def on_start(self, wave: int) -> None:
@@ -141,13 +126,12 @@ class LockstepGroup:
         if duty is WaveDuty.REPORT:
             self.on_report()
         elif duty is WaveDuty.REDUCE:
-            assert self._reducer is not None
-            self._reducer.begin(self._waves.has_work, self._waves.wave, self._waves.step)
+            self.begin_reduction(self._waves.has_work, self._waves.wave, self._waves.step)
 
 
 @asynccontextmanager
 async def in_lockstep(place: LockstepPlace, core: EngineCore) -> AsyncIterator[None]:
-    """Have a core step with its group, as a `serving.EnterGroup`.
+    """Have a core step with its group, as `transport.engine_process` loads it by name.
 
     Raises:
         EngineDead: the group did not come together in time.
@@ -159,9 +143,11 @@ async def in_lockstep(place: LockstepPlace, core: EngineCore) -> AsyncIterator[N
         raise EngineDead(
             f"rank {place.rank} of {place.num_ranks} in lockstep did not meet the others at {place.store}: {error}"
         ) from error
-    lockstep.open(GlooReducer(gloo, lockstep.on_result))
+    reducer = GlooReducer(gloo, lockstep.on_result)
+    lockstep.begin_reduction = reducer.begin
     core.enter_group(lockstep)
     try:
         yield
     finally:
+        reducer.close()
         lockstep.close()

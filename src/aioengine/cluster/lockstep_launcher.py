@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from functools import partial
 
-from aioengine.cluster.devices import HostSlots
-from aioengine.cluster.launchers import Launcher
+from aioengine.cluster.launchers import ProcessLauncher
 from aioengine.cluster.lockstep import WaveCoordinator, WaveReport
 from aioengine.config import EngineConfig, ProcessOptions
 from aioengine.core.executor_protocol import LockstepPlace
@@ -19,36 +17,25 @@ from aioengine.core.protocol import CoreHooks, InFlightSequence
 from aioengine.errors import ConfigError, EngineDead, describe
 from aioengine.models.folder import ModelFolder
 from aioengine.processes.progress import OnProgress
-from aioengine.processes.worker_threads import TextWorker
 from aioengine.transport.backends import InChild
 
-CHILD_MODULE = "aioengine.cluster.lockstep_child"
 
-
-class LockstepLauncher(Launcher):
+class LockstepLauncher(ProcessLauncher):
     """Launches engines of this machine that step together.
 
     A rank's second backend starts a new group: the other engines end, and must be started again, too.
     """
 
     def __init__(self, config: EngineConfig, process: ProcessOptions, num_ranks: int) -> None:
-        self._config = config
-        self._process = process
-        self._num_ranks = num_ranks
+        super().__init__(config, process, num_ranks)
         self._group = LockstepMembers(num_ranks)
-
-    async def open(self, worker: TextWorker, config: EngineConfig) -> EngineConfig:
-        self._slots = await worker.run(lambda: HostSlots.find(self._config, self._process, self._num_ranks), None)
-        return config
 
     def __call__(self, rank: int, hooks: CoreHooks) -> LockstepMember:
         if rank in self._group.members:
             self._group.end(rank, "it starts again")
-        if self._group.is_over:
-            self._group = LockstepMembers(self._num_ranks)
-        share = self._slots.take(rank, self._num_ranks)
-        config, process = share.config(self._config), share.options(self._process)
-        return LockstepMember(self._group, rank, config, process, hooks, share.environment(os.environ))
+        if self._group.death is not None:
+            self._group = LockstepMembers(self._num_replicas)
+        return LockstepMember(self._group, rank, *self._share(rank, self._num_replicas), hooks)
 
 
 class LockstepMembers:
@@ -71,10 +58,6 @@ class LockstepMembers:
         self._is_ending = False
         self._folder: str | None = None
 
-    @property
-    def is_over(self) -> bool:
-        return self._coordinator.is_over
-
     def make_store(self) -> str:
         """The path at which the ranks meet, in a private folder, which rank 0 removes when all have met. For the
         worker's thread.
@@ -95,6 +78,8 @@ class LockstepMembers:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def on_beat(self, rank: int, beat: Beat) -> None:
+        if self.death is not None:
+            return
         for other in self._coordinator.on_report(rank, WaveReport(beat.wave, beat.is_wave_running)):
             if other in self.members and self.members[other].has_core:  # else it starts after its first beat
                 self.members[other].core.start_wave(self._coordinator.known.wave)
@@ -102,7 +87,7 @@ class LockstepMembers:
     def on_death(self, member: LockstepMember, in_flight: list[InFlightSequence]) -> None:
         """Take the in-flight sequences of a core that has died, by itself or with the group."""
         self._in_flight.append((member, in_flight))
-        if not self.is_over:
+        if self.death is None:
             # Other ranks lose their connections to a killed one, and may report that before its exit is known.
             exited = next((other for other in self.members.values() if other.exit_news is not None), None)
             first = exited or member
@@ -112,9 +97,8 @@ class LockstepMembers:
 
     def end(self, rank: int, reason: str) -> None:
         """End all ranks, since one has ended and the others cannot compute without it. Idempotent."""
-        if self.is_over:
+        if self.death is not None:
             return
-        self._coordinator.on_death()
         self._culprit = rank
         self.death = EngineDead(f"rank {rank} of its lockstep group has ended: {reason}")
         self._is_ending = True
@@ -139,8 +123,8 @@ class LockstepMember(InChild):
         rank: int,
         config: EngineConfig,
         process: ProcessOptions,
-        hooks: CoreHooks,
         env: Mapping[str, str],
+        hooks: CoreHooks,
     ) -> None:
         self.rank = rank
         self._group = group
@@ -148,7 +132,7 @@ class LockstepMember(InChild):
         self._given_cluster = hooks.cluster
         if hooks.cluster is not None:
             hooks = hooks._replace(cluster=hooks.cluster._replace(on_death=partial(group.on_death, self)))
-        super().__init__(config, process, hooks, rank=rank, env=env, module=CHILD_MODULE)
+        super().__init__(config, process, hooks, rank=rank, env=env)
         group.members[rank] = self
 
     @property

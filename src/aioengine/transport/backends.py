@@ -137,8 +137,6 @@ def read_config(fields: dict[str, Any]) -> EngineConfig:
     return EngineConfig(**known_fields(EngineConfig, fields))
 
 
-CHILD_MODULE = "aioengine.transport.child"
-
 START_SOCKET = "start.sock"
 
 ATTACH_TIMEOUT_S = 30.0
@@ -156,7 +154,6 @@ class InChild:
     Args:
         rank: of the engine, where it is one of several that serve the same model.
         env: added to the process's environment.
-        module: what it runs: `transport.child`, or one that does more.
         lockstep: its place in a group of them that compute each step together.
     """
 
@@ -173,7 +170,6 @@ class InChild:
         *,
         rank: int = 0,
         env: Mapping[str, str] | None = None,
-        module: str = CHILD_MODULE,
         lockstep: LockstepPlace | None = None,
     ) -> None:
         self._config = config
@@ -183,7 +179,6 @@ class InChild:
         self._hooks = hooks
         self._worker = hooks.worker
         self._env = env or {}
-        self._module = module
         self.shared_address = "" if hooks.cluster is None else hooks.cluster.shared_address(rank) or ""
         """Where further front ends can connect; empty: nowhere. Its file stays while the engine lives, in a folder that
         is another's to remove."""
@@ -216,7 +211,7 @@ class InChild:
         self._handshake = Channel(socket)
         self._child = Child(
             f"engine {self._rank}",
-            self._module,
+            "aioengine.transport.child",
             *("--handshake", address),
             env={TOKEN: self._token, **_importing_like_here(), **self._env},
             visible_devices=self._options.visible_devices,

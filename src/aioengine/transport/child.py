@@ -11,24 +11,17 @@ import argparse
 import logging
 import os
 import sys
-from typing import TYPE_CHECKING
 
 from aioengine.processes.own_side import die_with_parent, log_to_parent
-
-if TYPE_CHECKING:
-    from aioengine.transport.engine_process import EnterGroup
 
 logger = logging.getLogger("aioengine")
 
 TOKEN = "AIOENGINE_TOKEN"
 
 
-def main(enter_group: EnterGroup | None = None) -> int:
-    """Run an engine until it is asked to end; returns 0 if it was, 1 where it failed.
-
-    Args:
-        enter_group: as of `engine_process.serve_for_parent`.
-    """
+def main() -> None:
+    """Run an engine until it is asked to end; exit with 0 if it was, with 1 where it failed."""
+    die_with_parent()
     parser = argparse.ArgumentParser(prog="python -m aioengine.transport.child")
     parser.add_argument("--handshake", required=True, help="address of the process that started this one")
     arguments = parser.parse_args()
@@ -38,17 +31,22 @@ def main(enter_group: EnterGroup | None = None) -> int:
 
     from aioengine.errors import AioEngineError
     from aioengine.processes.own_process import limit_spinning
-    from aioengine.transport.engine_process import serve_for_parent
+    from aioengine.transport.engine_process import LOCKSTEP_MODULE, serve_for_parent
 
     limit_spinning()
+    code = 0
     try:
-        uvloop.run(serve_for_parent(arguments.handshake, os.environ.pop(TOKEN, ""), enter_group))
+        uvloop.run(serve_for_parent(arguments.handshake, os.environ.pop(TOKEN, "")))
     except AioEngineError as error:
         logger.error("%s: %s", type(error).__name__, error)
-        return 1
-    return 0
+        code = 1
+    if LOCKSTEP_MODULE in sys.modules:
+        # A reduction that waits for others cannot be ended, and gloo aborts a process that exits beside one.
+        logging.shutdown()
+        sys.stdout.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 if __name__ == "__main__":
-    die_with_parent()
-    sys.exit(main())
+    main()

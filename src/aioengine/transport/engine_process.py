@@ -7,13 +7,12 @@ import importlib
 import logging
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, contextmanager, nullcontext
+from contextlib import AsyncExitStack, ExitStack, contextmanager
 
 import anyio
 
 from aioengine.core.control import TASKS
-from aioengine.core.engine_core import EngineCore
-from aioengine.core.executor_protocol import Executor, LockstepPlace
+from aioengine.core.executor_protocol import Executor
 from aioengine.core.in_process import InProcess
 from aioengine.core.protocol import CLOSE_DEADLINE_S, CoreHooks
 from aioengine.errors import ConfigError, EngineDead
@@ -48,8 +47,9 @@ LOADING_EVERY_S = 1.0
 LINGER_S = 1.0
 """How long the final message may take to reach the parent."""
 
-EnterGroup = Callable[[LockstepPlace, EngineCore], AbstractAsyncContextManager[None]]
-"""Has a core step with its group while the context is open; entered when the model is loaded, until all are there."""
+LOCKSTEP_MODULE = "aioengine.cluster.lockstep_group"
+"""Loaded by name, as it is of a higher floor. Its ``in_lockstep`` has a core step with its group while the context is
+open; it is entered when the model is loaded, until all are there."""
 
 
 async def serve_engine(
@@ -70,12 +70,11 @@ async def serve_engine(
         logger.info("the engine has ended as it was told")
 
 
-async def serve_for_parent(address: str, token: str, enter_group: EnterGroup | None = None) -> None:
+async def serve_for_parent(address: str, token: str) -> None:
     """Serve what the parent asks for until SIGTERM or SIGINT, cancellation, or the engine's death.
 
     Args:
         address, token: as of `Parent`.
-        enter_group: for an engine that gets a place in a group.
     Raises:
         ConfigError, ModelLoadError, EngineDead: the engine cannot start, or has died; the parent was sent the reason.
     """
@@ -83,7 +82,7 @@ async def serve_for_parent(address: str, token: str, enter_group: EnterGroup | N
         worker = TextWorker()
         parent = Parent(address, token, worker)
         try:
-            await serve_init(await parent.greet(), None, parent.report, enter_group=enter_group)
+            await serve_init(await parent.greet(), None, parent.report)
         except Exception as error:
             parent.report(Failing(to_fault(error)))
             raise
@@ -107,14 +106,12 @@ async def serve_init(
     keys: ServerKeys | None,
     report: Callable[[WireMessage], None] = lambda _: None,
     on_serving: Callable[[EngineServer], None] = lambda _: None,
-    enter_group: EnterGroup | None = None,
 ) -> None:
     """Load a model and serve it until cancelled, or until the engine's death.
 
     Args:
         init: what to serve, and where; an address of None is one in a folder of its own.
         report: called with `Loading` now and then, and with `Ready`.
-        enter_group: for an engine that ``init`` gives a place in a group.
     Raises:
         ConfigError, ModelLoadError, EngineDead: it cannot start, or has died.
     """
@@ -142,12 +139,10 @@ async def serve_init(
             await worker.run(lambda: folders.append(PrivateFolder()), None)
             address = str(folders[0].address(ENGINE_SOCKET))
         server = EngineServer(backend.core, address, model_path=files.path, keys=keys)
-        group: AbstractAsyncContextManager[None] = nullcontext()
-        if init.lockstep is not None:
-            if enter_group is None:
-                raise ConfigError("an engine in lockstep runs as aioengine.cluster.lockstep_child, not as this process")
-            group = enter_group(init.lockstep, backend.core)
-        async with group:
+        async with AsyncExitStack() as group:
+            if init.lockstep is not None:
+                in_lockstep = importlib.import_module(LOCKSTEP_MODULE).in_lockstep
+                await group.enter_async_context(in_lockstep(init.lockstep, backend.core))
             await server.open()
             starting.close()
             report(Ready(server.address, backend.core.info, TASKS))
