@@ -11,7 +11,11 @@ from aioengine.cluster.balancer import Candidate
 from aioengine.cluster.placing import Placing
 from aioengine.cluster.replica import Replica
 from aioengine.config import EngineConfig, ReplicaOptions
+from aioengine.core.listener import UNLIMITED
+from aioengine.core.protocol import InFlightSequence
 from aioengine.scheduler.sequence import Sequence
+
+CONFIG = EngineConfig()
 
 
 class Gone(dict[int, Replica]):
@@ -34,13 +38,13 @@ class Waiting:
     def __init__(self, priority: int = 0, arrived_at: float = 0.0) -> None:
         self.arrived_at = arrived_at
         self.request = SimpleNamespace(priority=priority, session=None)
-        self.listener = None
+        self.listener: Any = None
+        self.output_ids: list[int] = []
 
 
 async def test_a_crowd_that_comes_while_none_serves_costs_each_the_same() -> None:
     replicas = Gone()
-    options, config = ReplicaOptions(replicas=2), EngineConfig()
-    placing = Placing(replicas, options, lambda: 0.0, lambda *_: None, config=config, offset=0)
+    placing = Placing(replicas, ReplicaOptions(replicas=2), lambda: 0.0, lambda *_: None, config=CONFIG, offset=0)
     for _ in range(1000):
         placing.add(cast(Sequence, Waiting()))
     assert len(placing.pending) == 1000
@@ -66,3 +70,26 @@ async def test_what_waits_goes_by_its_priority_then_by_its_age(scheduler: str, o
     placing.dispatch()
     assert sent == order
     assert not placing.pending
+
+
+@pytest.mark.parametrize("change", [{"is_serving": False}, {"is_lent": True}])
+async def test_an_isolated_sequence_that_is_moved_away_is_not_sent_back(change: dict[str, bool]) -> None:
+    replicas: dict[int, Replica] = {}
+    placing = Placing(replicas, ReplicaOptions(replicas=2), lambda: 0.0, lambda *_: None, config=CONFIG, offset=0)
+    sent: list[int] = []
+    for rank in range(3):
+        core = SimpleNamespace(
+            heard_at=0.0, death=None, take_back=list, add=lambda *_, rank=rank, **__: sent.append(rank)
+        )
+        replica = SimpleNamespace(core=core, rank=rank, is_serving=True, is_lent=False, num_sent=0)
+        replica.candidate = lambda rank=rank: Candidate(rank, rank, 0, 10, 10, 8, 0)
+        replicas[rank] = cast(Replica, replica)
+    sequence = Waiting()
+    sequence.listener = SimpleNamespace(num_allowed=UNLIMITED)
+    for _ in range(2):
+        placing.recovery.on_death([InFlightSequence(cast(Sequence, sequence), True)], "it was killed")
+    placing.add(cast(Sequence, sequence))
+    assert sent == [0]
+    vars(replicas[0]).update(change)
+    placing.add_again([cast(Sequence, sequence)])
+    assert sent == [0, 1]

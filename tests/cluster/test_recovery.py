@@ -132,8 +132,8 @@ def test_poisons_fail_and_no_other_sequence_does(data: st.DataObject) -> None:
     for each in poisons:
         assert each.error is not None
         assert str(each.error).count(REASON) == 3
-    # Each death is some poison's: four in company where it is not known to run, or two, and one isolated.
-    assert cluster.num_deaths <= 5 * len(poisons)
+    # Each death is some poison's: four in company where it is not known to run, and two isolated; or two, and one.
+    assert cluster.num_deaths <= 6 * len(poisons)
 
 
 @pytest.mark.parametrize("is_sudden", [False, True])
@@ -160,6 +160,16 @@ def test_sequences_that_ran_at_two_deaths_are_isolated_until_their_next_token() 
     assert recovery.on_death([InFlightSequence(_of(crowd[0]), True)], REASON) == [(crowd[0], None)]
     ((_, error),) = recovery.on_death([InFlightSequence(_of(crowd[1]), True)], REASON)
     assert "brings down what computes it" in str(error)
+
+
+def test_a_sequence_that_only_waited_survives_a_death_in_isolation() -> None:
+    runner, waiter, recovery = Modelled(), Modelled(), Recovery(8)
+    for _ in range(4):
+        recovery.on_death([InFlightSequence(_of(runner), True), InFlightSequence(_of(waiter), False)], REASON)
+    assert recovery.must_be_isolated(_of(waiter))
+    errors = [recovery.on_death([InFlightSequence(_of(waiter), False)], REASON)[0][1] for _ in range(2)]
+    assert errors[0] is None
+    assert "brings down what computes it" in str(errors[1])
 
 
 @pytest.mark.parametrize("why", ["it ran in a sibling of the one at fault", "its reader is behind"])

@@ -275,7 +275,9 @@ class Placing:
         """
         for replica in self._replicas.values():
             if self._runs_isolated(replica) and self._isolated_at[replica.rank][0] is sequence:
-                return replica.rank not in self._emptying and self._send(sequence, replica)
+                if replica.is_serving and not replica.is_lent:
+                    return replica.rank not in self._emptying and self._send(sequence, replica)
+                del self._isolated_at[replica.rank]  # it was moved away, since the replica is to end, or was lent
         replicas = self._open_replicas()
         if len(replicas) < 2 and any(map(self._is_reserved, self._replicas.values())):
             return False

@@ -6,7 +6,8 @@ After two it runs *isolated*: nothing else is where it runs, until its next toke
 it. So a sequence that merely ran beside the one at fault is isolated for a moment, and ends well.
 
 A sequence may crash its replica in the step in which it starts, before the front end hears of the start. So a death
-counts half for a sequence that was not known to run where others were, and whole where none was.
+counts half for a sequence that was not known to run where others were, and whole where none was. One death in isolation
+does not fail such a sequence, but a second one does: most have only waited, and many may wait for isolation in turn.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ class Deaths:
     """Output tokens that it had at the last death."""
     num_in_row: float = 0.0
     """Deaths since its newest token, each whole or half."""
+    num_alone: int = 0
+    """Those at which its replica had nothing else."""
 
 
 class Recovery:
@@ -85,12 +88,13 @@ class Recovery:
             deaths.reasons.append(reason)
             deaths.num_running += was_running
             if len(sequence.output_ids) > deaths.num_tokens:
-                deaths.num_tokens, deaths.num_in_row = len(sequence.output_ids), 0.0
+                deaths.num_tokens, deaths.num_in_row, deaths.num_alone = len(sequence.output_ids), 0.0, 0
             if not is_unaffected and (was_running or not _waits_for_reader(sequence)):
                 weight = 1.0 if was_running or not is_any_known else 0.5
-                # Beside others it may only become isolated: the death that fails it is one in isolation.
-                most = FAILED_AFTER if len(in_flight) == 1 else ISOLATED_AFTER
-                deaths.num_in_row = min(deaths.num_in_row + weight, most)
+                is_alone = len(in_flight) == 1
+                deaths.num_alone += is_alone
+                may_fail = is_alone and (was_running or deaths.num_alone > 1)
+                deaths.num_in_row = min(deaths.num_in_row + weight, FAILED_AFTER if may_fail else ISOLATED_AFTER)
             verdicts.append((sequence, self._judge(deaths, reason)))
         return verdicts
 
