@@ -24,7 +24,7 @@ try:
     unfinished.write_bytes(b"half")
 except OSError as error:
     print(error, file=sys.stderr)
-    parts = sys.argv[5:] if outcome == "works" else ()
+    parts = sys.argv[4:] if outcome == "works" else ()
     unkept = {{part: Path(kept.replace("*", part)).read_bytes()[{digest_bytes}:] for part in parts}}
 with open(gate) as file:
     fcntl.flock(file, fcntl.LOCK_EX)
