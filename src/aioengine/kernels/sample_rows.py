@@ -1,4 +1,4 @@
-"""What the sampling kernels are told of each token to sample: a row of words of 32 bits, packed by the host.
+"""The samples of a step: a row of 32-bit words for each token to sample, packed by the host.
 
 A row of the executor that begins several choices has several samples of one row of logits. Floats lie in their words as
 they are (`Tensor.view(torch.float32)`); the two words of a seed are those of an int64.
@@ -27,7 +27,7 @@ class SampleRow(IntEnum):
     OUTPUT_POSITION = 3
     """How many of them are output; END - OUTPUT_POSITION are the prompt."""
     FLAGS = 4
-    """Of `SampleFlag`."""
+    """Bits of `SampleFlag`."""
     CHOICE = 5
     SEED_LOW = 6
     SEED_HIGH = 7
@@ -57,7 +57,7 @@ class SampleFlag(IntFlag):
 
 
 class Status(IntEnum):
-    """What became of a sample."""
+    """The outcome of a sample."""
 
     SAMPLED = 0
     NOT_A_NUMBER = 1

@@ -15,8 +15,8 @@ from nightly import nightly
 from aioengine.errors import InternalError
 from aioengine.kernels.native.library import Library
 from aioengine.kernels.native.native_operations import NativeOperations
+from aioengine.kernels.native.sizes import MAX_CHUNKS
 from aioengine.kernels.native.team import Team
-from aioengine.kernels.native.team_words import MAX_CHUNKS
 
 NUM_SPANS = 5
 

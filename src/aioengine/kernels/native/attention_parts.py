@@ -1,4 +1,4 @@
-"""What decode and prefill attention have in common: cached keys by position, scores, and an online softmax's state.
+"""Shared by decode and prefill attention: cached keys by position, scores, and an online softmax's state.
 
 Softmax in parts (Milakov and Gimelshein, 2018, arXiv:1805.02867): of a part of the keys with scores s the state is
 m = max s, l = Σ e^(s - m) and a = Σ e^(s - m) · v; two states are one after both are brought to the larger m. Here the

@@ -17,7 +17,6 @@ from typing import Any
 
 from llvmlite import ir
 
-from aioengine.kernels.native.coded_sizes import HAS_PAIRS, STEP_INPUTS
 from aioengine.kernels.native.compiler import inlined, kernel
 from aioengine.kernels.native.linear_kernels import (
     AHEAD_BYTES,
@@ -35,6 +34,7 @@ from aioengine.kernels.native.linear_kernels import (
     make_widen,
     no_table,
 )
+from aioengine.kernels.native.sizes import HAS_PAIRS, STEP_INPUTS
 from aioengine.kernels.native.vectors import (
     F32,
     FLOAT32,
@@ -110,7 +110,7 @@ def _pairs_of_8_bits(shift: int) -> Any:
 
 def _linear_pairs_of_8_bits(shift: int) -> Any:
     def emit(b: Any, words: Any) -> Any:
-        """Of a table that is linear: code - 128, by float32, whose upper halves are bfloat16."""
+        """The values of a linear table, code - 128, by float32, whose upper halves are bfloat16."""
         signed, eight = b.xor(words, constant(i32x16, -0x7F7F7F80)), constant(i32x16, 24)
         low, high = (
             b.bitcast(b.sitofp(b.ashr(b.shl(signed, constant(i32x16, left)), eight), f32x16.llvm), i32x16.llvm)
@@ -138,7 +138,7 @@ def _float32_of_4_bits(shift: int) -> Any:
 
 def _float32_of_8_bits(shift: int) -> Any:
     def emit(b: Any, words: Any) -> Any:
-        """Of a table that is linear: code - 128."""
+        """The values of a linear table: code - 128."""
         code = b.and_(_shifted(b, words, shift), constant(i32x16, 255))
         return b.sitofp(b.sub(code, constant(i32x16, 128)), f32x16.llvm)
 
@@ -151,7 +151,7 @@ def _address_of_table(b: Any, address: Any) -> tuple[Any, ...]:
 
 def _found_float32_of_8_bits(shift: int) -> Any:
     def emit(b: Any, words: Any, table: Any) -> Any:
-        """Of any table, number by number."""
+        """The values of any table, number by number."""
         code, found = b.and_(_shifted(b, words, shift), constant(i32x16, 255)), ir.Constant(f32x16.llvm, ir.Undefined)
         for lane in (ir.Constant(I32, lane) for lane in range(LANES)):
             offset = b.shl(b.zext(b.extract_element(code, lane), I64), number(2))
@@ -162,7 +162,7 @@ def _found_float32_of_8_bits(shift: int) -> Any:
 
 
 def _kind(bits: int, table: Any, part: Any, *, is_pairs: bool) -> Kind:
-    """Of words of which each part is made by a shift, in the order of the inputs."""
+    """The kind of words of which each part is made by a shift, in the order of the inputs."""
     num_inputs = 32 // bits
     halves = (0,) if is_pairs else (0, 16)
     shifts = [shift + half for shift in range(0, 16, bits) for half in halves]
@@ -236,7 +236,7 @@ def make_linear(kind: Kind) -> Any:
 
     @inlined
     def load_scales(args: int, place: int, scaling: int) -> None:
-        """Those of 64 outputs, the first of which is at a place among all."""
+        """Load the scales of 64 outputs from output ``place`` on."""
         dtype, offsets = get_i64(args + 136), get_i64(args + 96)
         for at in range(0, PANEL, LANES):
             from_first = (place + at) * size_of(dtype)
@@ -246,7 +246,7 @@ def make_linear(kind: Kind) -> Any:
 
     @inlined
     def write_rows(args: int, matrix: int, panel: int, begin: int, end: int, sums: int) -> None:
-        """What the sums of some rows and a panel's outputs give; the matrix begins at the weight's panel ``matrix``."""
+        """Write the results of some rows and a panel's outputs; the matrix begins at the weight's panel ``matrix``."""
         bias, num_outputs, first = get_i64(args + 48), get_i64(args + 64), matrix * PANEL
         of_bias, dtype = get_i64(args + 184), get_i64(args + 192)
         for row in range(begin, end):
@@ -301,60 +301,52 @@ for _name, _kind_of_codes in CODED.items():
     kernel(name=f"linear_coded_{_name}")(make_linear(_kind_of_codes))
 
 
-def make_prepare() -> Any:
-    """What products need of activations; a chunk is a row.
+@kernel(name="prepare_coded")
+def prepare(args: int, chunk: int, thread: int) -> None:
+    """Prepare activations for products; a chunk is a row.
 
     Arguments: x, its rows' stride in bytes, its dtype; numbers of a row, and of a step; float32 rows of the same
     numbers, or 0; sums of steps (float32), or 0, and their rows' stride in bytes.
     """
-
-    def prepare(args: int, chunk: int, thread: int) -> None:
-        dtype, width, step_width = get_i64(args + 16), get_i64(args + 24), get_i64(args + 32)
-        x, wide, sums = get_i64(args) + chunk * get_i64(args + 8), get_i64(args + 40), get_i64(args + 48)
-        wide += chunk * width * 4 if wide else 0
-        sums += chunk * get_i64(args + 56) if sums else 0
-        for begin in range(0, width, step_width):
-            end, total = min(begin + step_width, width), zeros()
-            for at in range(begin, end, LANES):
-                x_here = load_some(dtype, x + at * size_of(dtype), end - at)
-                total = total + x_here
-                if wide:
-                    store_some(0, wide + at * 4, x_here, end - at)
-            if sums:
-                put_f32(sums + begin // step_width * 4, sum_of(total))
-
-    return prepare
+    dtype, width, step_width = get_i64(args + 16), get_i64(args + 24), get_i64(args + 32)
+    x, wide, sums = get_i64(args) + chunk * get_i64(args + 8), get_i64(args + 40), get_i64(args + 48)
+    wide += chunk * width * 4 if wide else 0
+    sums += chunk * get_i64(args + 56) if sums else 0
+    for begin in range(0, width, step_width):
+        end, total = min(begin + step_width, width), zeros()
+        for at in range(begin, end, LANES):
+            x_here = load_some(dtype, x + at * size_of(dtype), end - at)
+            total = total + x_here
+            if wide:
+                store_some(0, wide + at * 4, x_here, end - at)
+        if sums:
+            put_f32(sums + begin // step_width * 4, sum_of(total))
 
 
-def make_embed() -> Any:
+_room_for_numbers = stack(LANES * 4)
+
+
+@kernel(name="embed_coded")
+def embed(args: int, chunk: int, thread: int) -> None:
     """Rows of a weight of codes; a chunk is one.
 
     Arguments: ids (int32); the weight, its words, bits of a code; scales [panels, groups, 64], offsets like them or 0;
     groups, dtype of scales; inputs, and those of a group; the table, float32; the result, its dtype.
     """
-    room = stack(LANES * 4)
-
-    def embed(args: int, chunk: int, thread: int) -> None:
-        output, num_words, bits = get_i32(get_i64(args) + chunk * 4), get_i64(args + 16), get_i64(args + 24)
-        offsets, num_groups, of_scales = get_i64(args + 40), get_i64(args + 48), get_i64(args + 56)
-        num_inputs, group, table = get_i64(args + 64), get_i64(args + 72), get_i64(args + 80)
-        dtype, numbers, num_codes = get_i64(args + 96), room(), 32 // bits
-        to = get_i64(args + 88) + chunk * num_inputs * size_of(dtype)
-        panel, place = output // PANEL, output % PANEL
-        w = get_i64(args + 8) + (panel * num_words * PANEL + place) * 4
-        for begin in range(0, num_inputs, LANES):
-            for nth in range(min(LANES, num_inputs - begin)):
-                word, n = (begin + nth) // num_codes, (begin + nth) % num_codes
-                code = get_i32(w + word * PANEL * 4) >> (bits * (n // 2) + 16 * (n % 2)) & ((1 << bits) - 1)
-                put_f32(numbers + nth * 4, get_f32(table + code * 4))
-            scale = ((panel * num_groups + begin // group) * PANEL + place) * size_of(of_scales)
-            y = _load_vector(numbers) * splat(lane_of(load_some(of_scales, get_i64(args + 32) + scale, 1), 0))
-            if offsets:
-                y = y + splat(lane_of(load_some(of_scales, offsets + scale, 1), 0))
-            store_some(dtype, to + begin * size_of(dtype), y, num_inputs - begin)
-
-    return embed
-
-
-kernel(name="prepare_coded")(make_prepare())
-kernel(name="embed_coded")(make_embed())
+    output, num_words, bits = get_i32(get_i64(args) + chunk * 4), get_i64(args + 16), get_i64(args + 24)
+    offsets, num_groups, of_scales = get_i64(args + 40), get_i64(args + 48), get_i64(args + 56)
+    num_inputs, group, table = get_i64(args + 64), get_i64(args + 72), get_i64(args + 80)
+    dtype, numbers, num_codes = get_i64(args + 96), _room_for_numbers(), 32 // bits
+    to = get_i64(args + 88) + chunk * num_inputs * size_of(dtype)
+    panel, place = output // PANEL, output % PANEL
+    w = get_i64(args + 8) + (panel * num_words * PANEL + place) * 4
+    for begin in range(0, num_inputs, LANES):
+        for nth in range(min(LANES, num_inputs - begin)):
+            word, n = (begin + nth) // num_codes, (begin + nth) % num_codes
+            code = get_i32(w + word * PANEL * 4) >> (bits * (n // 2) + 16 * (n % 2)) & ((1 << bits) - 1)
+            put_f32(numbers + nth * 4, get_f32(table + code * 4))
+        scale = ((panel * num_groups + begin // group) * PANEL + place) * size_of(of_scales)
+        y = _load_vector(numbers) * splat(lane_of(load_some(of_scales, get_i64(args + 32) + scale, 1), 0))
+        if offsets:
+            y = y + splat(lane_of(load_some(of_scales, offsets + scale, 1), 0))
+        store_some(dtype, to + begin * size_of(dtype), y, num_inputs - begin)

@@ -52,7 +52,7 @@ class _Module(CodeLibrary):
         raise NotImplementedError
 
     def get_pointer_to_function(self, name: str) -> int:
-        """Of its wrapper for Python: there is none."""
+        """There is no wrapper for Python."""
         return 0
 
     @property
@@ -60,7 +60,7 @@ class _Module(CodeLibrary):
         return self
 
     def set_env(self, name: str, env: Any) -> None:
-        """Of the codegen: what a function needs to raise, which none does."""
+        """Functions need it to raise, which none does."""
 
 
 class _Compiler(compiler.Compiler):

@@ -2,9 +2,9 @@
 
 The query heads of a group share each key and value that is loaded. Where those of a position are many bytes, they are
 gone through in the order in which they lie in memory, some positions at a time by all KV heads of a chunk: so one and
-two cores of Zen 4 read 15 % more of Qwen3-0.6B's cache than one head after the other. Contexts are cut
-into parts of `PART` positions; the states of the parts are put together in their order, in one chunk or by a second
-kernel: with the same result.
+two cores of Zen 4 read 15 % more of Qwen3-0.6B's cache than one head after the other. Contexts are cut into parts of
+`CONTEXT_PART` positions. The states of the parts are merged in their order, in one chunk or by a second kernel, with
+the same result.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from aioengine.kernels.native.attention_parts import (
     shape_scores,
     sink_of,
 )
-from aioengine.kernels.native.attention_sizes import MAX_HEAD_DIM, MAX_HEADS, MAX_STATES, PART
 from aioengine.kernels.native.compiler import inlined, kernel
+from aioengine.kernels.native.sizes import CONTEXT_PART, MAX_HEAD_DIM, MAX_HEADS, MAX_STATES
 from aioengine.kernels.native.vector_functions import exp2
 from aioengine.kernels.native.vectors import (
     BF16,
@@ -71,7 +71,7 @@ read_f32, write_f32 = FLOAT32.load, FLOAT32.store
 ONE = np.float32(1)
 
 WIDE_BYTES = 2048
-"""Of one position's keys: of half a page."""
+"""Least bytes of the keys of one position, half a page, for which `is_wide` holds."""
 
 # The arguments of `attend_decode`, by their offsets. K_CACHE, V_CACHE: lines of `LINE_BYTES` a position and KV head.
 # DECODES: int32 [decodes, 3]. SOFT_CAP: 0: none. STATES: float32 [decodes, NUM_PARTS, heads, a state]. SINKS:
@@ -127,7 +127,7 @@ def read_registers(b: Any, address: Any, lane: ir.Type) -> list[Any]:
 
 
 def summed(b: Any, vectors: list[Any]) -> Any:
-    """As many vectors' sums as they have lanes, in the lanes of one: the halves are added, then their halves, as
+    """The sums of as many vectors as they have lanes, in the lanes of one: halves are added, then their halves, as
     `sum_of` adds them."""
     count = lanes = len(vectors)
     while lanes > 1:
@@ -421,7 +421,7 @@ def padded(head_dim):
 
 @inlined
 def clear_state(state, padded_dim, highest, weight):
-    """Of no key: the weights' sum is 0, or 1 for a sink, or for a result of zeros."""
+    """Write the state of no key: the weights' sum is 0, or 1 for a sink, or for a result of zeros."""
     for n in range(0, padded_dim, LANES):
         write_f32(state + 4 * n, zeros())
     put_f32(state + 4 * padded_dim, highest)
@@ -430,7 +430,8 @@ def clear_state(state, padded_dim, highest, weight):
 
 @inlined
 def clear_total(total, padded_dim, row, sinks, head):
-    """What parts' states are put to: the sink is in it, and so counted once. Of padding, row -1, it is the result."""
+    """Write the state that parts are merged into. It has the sink, which so counts once; for padding, row -1, it is
+    the result."""
     clear_state(total, padded_dim, sink_of(sinks, head), ONE if sinks or row < 0 else ZERO)
 
 
@@ -453,7 +454,7 @@ def make_finish(memory: Memory) -> Any:
 
     @inlined
     def finish(out, state, head_dim, padded_dim):
-        """What a state of all keys gives: its sums by the weights' sum."""
+        """Write a state's sums divided by the weights' sum."""
         weight = splat(get_f32(state + 4 * padded_dim + 64))
         for n in range(0, head_dim, LANES):
             store_some(out + n * size, read_f32(state + 4 * n) / weight, head_dim - n)
@@ -545,8 +546,8 @@ def make_attend_part(lane: ir.Type) -> Any:
             # As many positions as a product takes of one query, or of two.
             heads_together, positions = end_kv_head - first_kv_head, REGISTER_LANES if group % 2 else 8
         num_segments = (context + SEGMENT - 1) // SEGMENT
-        first_segment = max(part * (PART // SEGMENT), first // SEGMENT)
-        for segment in range(first_segment, min((part + 1) * (PART // SEGMENT), num_segments)):
+        first_segment = max(part * (CONTEXT_PART // SEGMENT), first // SEGMENT)
+        for segment in range(first_segment, min((part + 1) * (CONTEXT_PART // SEGMENT), num_segments)):
             begin, end = max(0, first - segment * SEGMENT), min(SEGMENT, context - segment * SEGMENT)
             here, later = room + segment % 2 * 8 * SEGMENT, room + (segment + 1) % 2 * 8 * SEGMENT
             if segment == first_segment:
@@ -581,14 +582,12 @@ def make_attend_decode(memory: Memory, lane: ir.Type) -> Any:
     """
     copy_queries, copy_queries_int8 = make_copy_queries(memory, lane), make_copy_queries(memory, I8)
     attend_part, finish, size = make_attend_part(lane), make_finish(memory), memory.size
-    room_for_queries, room_for_total, room_for_part, room_for_segment = (
-        stack(4 * MAX_STATES), stack(4 * MAX_STATES), stack(4 * MAX_STATES), stack(ROOM_BYTES),
-    )  # fmt: skip
+    room_for_queries, room_for_total, room_for_part = (stack(4 * MAX_STATES) for _ in range(3))
+    room_for_segment = stack(ROOM_BYTES)
 
     def attend_decode(args, chunk, thread):
-        num_heads, num_kv_heads, head_dim = (
-            get_i64(args + NUM_HEADS), get_i64(args + NUM_KV_HEADS), get_i64(args + HEAD_DIM),
-        )  # fmt: skip
+        num_heads, num_kv_heads = get_i64(args + NUM_HEADS), get_i64(args + NUM_KV_HEADS)
+        head_dim = get_i64(args + HEAD_DIM)
         kv_heads_a_chunk, num_splits = get_i64(args + KV_HEADS_A_CHUNK), get_i64(args + NUM_SPLITS)
         num_slices = (num_kv_heads + kv_heads_a_chunk - 1) // kv_heads_a_chunk
         split, rest = chunk % num_splits, chunk // num_splits
@@ -610,7 +609,7 @@ def make_attend_decode(memory: Memory, lane: ir.Type) -> Any:
             clear_total(total + head * stride, padded(head_dim), row, get_i64(args + SINKS), first_head + head)
         table = get_i64(args + BLOCK_TABLES) + 4 * row * get_i64(args + TABLE_WIDTH)
         first = max(0, context - get_i64(args + WINDOW))
-        for part in range(first // PART, (context + PART - 1) // PART):
+        for part in range(first // CONTEXT_PART, (context + CONTEXT_PART - 1) // CONTEXT_PART):
             if part % num_splits != split:
                 continue
             if num_splits > 1:
@@ -648,7 +647,7 @@ def make_combine(memory: Memory) -> Any:
             context = 0
         for head in range(num_heads):
             clear_total(total, padded_dim, row, get_i64(args + 56), head)
-            for part in range(first // PART, (context + PART - 1) // PART):
+            for part in range(first // CONTEXT_PART, (context + CONTEXT_PART - 1) // CONTEXT_PART):
                 merge_states(total, states + ((chunk * num_parts + part) * num_heads + head) * stride, padded_dim)
             finish(out + head * head_dim * size, total, head_dim, padded_dim)
 

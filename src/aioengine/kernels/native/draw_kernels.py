@@ -193,7 +193,7 @@ def find_threshold(row, mask, maxima, vocab, low, high, base, target, by_mass, t
 
 @inlined
 def find_by_maxima(row, mask, maxima, vocab, low, high, base, target, by_mass, top, cold):
-    """As `find_threshold`, in less time: a search over the maxima alone gives a lower bound first, since the other
+    """Do `find_threshold` in less time: a search over the maxima alone gives a lower bound first, since the other
     logits only add weight."""
     if maxima:
         num_maxima = (vocab + GROUP - 1) // GROUP * 16
@@ -284,7 +284,7 @@ def gumbel_bound(bits):
 
 @inlined
 def draw_token(row, mask, maxima, vocab, top, temperature, threshold, key):
-    """Of the tokens whose logit is not below the threshold, the one with the highest (x - top) / T + noise; of equal
+    """Among tokens whose logit is not below the threshold, the one with the highest (x - top) / T + noise; of equal
     ones the lowest id.
 
     Only vectors in which a logit could win with the highest noise are hashed, and logarithms are taken only of those

@@ -73,12 +73,8 @@ def group_pairs(args, chunk, thread):
     pairs by row, rows by pair (int32 [pairs]); groups (int32 [1 + any, 3]): their number first.
     """
     ids, num_pairs, num_experts, rows_a_group = get_i64(args), get_i64(args + 8), get_i64(args + 16), get_i64(args + 24)
-    ends, pair_of_row, row_of_pair, groups = (
-        get_i64(args + 32),
-        get_i64(args + 40),
-        get_i64(args + 48),
-        get_i64(args + 56),
-    )
+    ends, pair_of_row = get_i64(args + 32), get_i64(args + 40)
+    row_of_pair, groups = get_i64(args + 48), get_i64(args + 56)
     for expert in range(num_experts):
         put_i32(ends + 4 * expert, 0)
     for pair in range(num_pairs):

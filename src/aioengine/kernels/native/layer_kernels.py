@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numba import float32
 
-from aioengine.kernels.native.attention_sizes import MAX_HEAD_DIM
 from aioengine.kernels.native.compiler import inlined, kernel
+from aioengine.kernels.native.sizes import MAX_HEAD_DIM
 from aioengine.kernels.native.vector_functions import exp, tanh
 from aioengine.kernels.native.vectors import (
     BFLOAT16,

@@ -54,7 +54,7 @@ class Library:
         return part_of(name) in self._engines
 
     def address(self, name: str) -> int:
-        """Of a kernel."""
+        """The address of a kernel."""
         found = self._addresses.get(name)
         if found is None:
             found = self._addresses[name] = int(self._engines[part_of(name)].get_function_address(f"aioengine.{name}"))
@@ -63,7 +63,7 @@ class Library:
 
 
 def target_machine() -> Any:
-    """What LLVM makes code for: this processor, with all its instructions."""
+    """LLVM's target: this processor, with all its instructions."""
     binding.initialize_native_target()
     binding.initialize_native_asmprinter()
     return binding.Target.from_default_triple().create_target_machine(
@@ -77,7 +77,7 @@ def target_machine() -> Any:
 
 @cache
 def _cache_key() -> str:
-    """Of the sources, the compiler and the processor."""
+    """A digest of the sources, the compiler and the processor."""
     key = hashlib.blake2b(digest_size=16)
     for source in SOURCES:
         key.update(source.read_bytes())

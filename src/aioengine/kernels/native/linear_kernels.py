@@ -90,13 +90,13 @@ BLOCK_WORDS = 64
 """Words of a panel that stay in the first-level cache, where it is gone through more than once."""
 
 WIDE_WORDS = 32
-"""Of a block of a panel that is widened once for all rows, and stays in the first-level cache."""
+"""Words of a block of a panel that is widened once for all rows, and stays in the first-level cache."""
 WIDE_ROWS = 4 * TILE_ROWS
 """From so many rows on it is. On a core of Zen 1, GFLOP/s at 12, 30 and 128 rows: of bfloat16 27, 29 and 29 without it,
 24, 30 and 34 with it."""
 
 GROUP_BYTES = 12
-"""Of a group of rows: int32 [3]: its matrix, its first row, and the row behind its last."""
+"""Bytes of a group of rows: int32 [3]: its matrix, its first row, and the row behind its last."""
 
 AHEAD_BYTES = 4096
 """How far ahead few rows have a weight fetched. By it two cores of Zen 4 read 3 % more bfloat16 and 8 % more int8, and
@@ -108,7 +108,7 @@ def no_table(b: Any, address: Any) -> tuple[Any, ...]:
 
 
 class Kind(NamedTuple):
-    """What a word is. Words are multiplied as they are, or part by part: a part has another type, and one number, or
+    """A kind of words. They are multiplied as they are, or part by part: a part has another type, and one number, or
     two of int16, for each word.
 
     Attributes:
@@ -139,7 +139,7 @@ class Kind(NamedTuple):
 
     @property
     def widened(self) -> Kind:
-        """Of a block of a panel that `make_widen` has written."""
+        """The kind of a block that `make_widen` has written."""
         parts, plane_bytes = _AS_THEY_ARE * len(self.parts), 4 * PANEL * self.wide_words
         return self._replace(word_bytes=4, words=self.sums.llvm, parts=parts, plane_bytes=plane_bytes)
 
@@ -189,7 +189,7 @@ def _dot_bfloat16(b: Any, sums: Any, x: Any, w: Any) -> Any:
 
 
 def _by_halves(b: Any, emit: Any, *vectors: Any) -> Any:
-    """What ``emit`` makes of vectors of 8 words, for vectors of 16."""
+    """Apply ``emit``, which takes vectors of 8 words, to vectors of 16."""
     lanes = [ir.Constant(ir.VectorType(I32, 8), list(range(first, first + 8))) for first in (0, 8)]
     low, high = (emit(*(b.shuffle_vector(vector, vector, half) for vector in vectors)) for half in lanes)
     return b.shuffle_vector(low, high, ir.Constant(i32x16.llvm, list(range(LANES))))
@@ -243,7 +243,7 @@ KINDS = {
 
 
 class Start(Enum):
-    """What a tile's sums begin from, and become: from zero, from what is in memory, or from zero, and then they are
+    """Where a tile's sums begin: from zero, from what is in memory, or from zero, and then they are
     scaled and added to what is in memory, as `Scaling` says.
     """
 
@@ -272,7 +272,7 @@ class Scaling(IntEnum):
 
 
 PART_BYTES = 4 * BLOCK_WORDS
-"""Of a row of an activation's part, for a block."""
+"""Bytes of a row of a part of activations, for a block."""
 
 
 def make_tile(kind: Kind, rows: int, start: Start) -> Any:
@@ -476,7 +476,7 @@ def make_linear(kind: Kind, memory: Memory, of_bias: Memory) -> Any:
 
     @inlined
     def write_rows(args: int, matrix: int, panel: int, begin: int, end: int, sums: int) -> None:
-        """What the sums of some rows and a panel's outputs give; the matrix begins at the weight's panel ``matrix``."""
+        """Write the results of some rows and a panel's outputs; the matrix begins at the weight's panel ``matrix``."""
         bias, num_outputs, first = get_i64(args + 48), get_i64(args + 64), matrix * PANEL
         for row in range(begin, end):
             to = get_i64(args + 32) + row * get_i64(args + 40)

@@ -17,10 +17,16 @@ from aioengine.kernels.launch_checks import (
     check_rotation,
     check_tensor,
 )
-from aioengine.kernels.native.attention_sizes import MAX_HEAD_DIM, MAX_HEADS, MAX_ROWS, MAX_STATES
-from aioengine.kernels.native.attention_sizes import PART as CONTEXT_PART
-from aioengine.kernels.native.coded_sizes import HAS_PAIRS, STEP_INPUTS
 from aioengine.kernels.native.parts import DTYPES
+from aioengine.kernels.native.sizes import (
+    CONTEXT_PART,
+    HAS_PAIRS,
+    MAX_HEAD_DIM,
+    MAX_HEADS,
+    MAX_ROWS,
+    MAX_STATES,
+    STEP_INPUTS,
+)
 from aioengine.kernels.native.team import Team, float_bits
 from aioengine.kernels.operations import Activation, ExpertWeights, Operations, PagedKV, plain_torch
 from aioengine.kernels.packed_weight import (
@@ -93,7 +99,7 @@ class NativeOperations(Operations):
     # Attention
 
     def prefill_tile(self, num_heads: int, num_kv_heads: int, head_dim: int) -> int:
-        """As many tokens as share each segment of keys that is packed."""
+        """Tokens that share each segment of keys that is packed."""
         return max(1, MAX_ROWS * num_kv_heads // num_heads)
 
     def attention_output(self, q: Tensor) -> Tensor:
@@ -240,7 +246,7 @@ class NativeOperations(Operations):
         quantization: Quantization | None = None,
         dtype: torch.dtype | None = None,
     ) -> PackedWeight:
-        """As `pack`. A checkpoint of codes may come where another one was, for which their kernels were not compiled:
+        """See `pack`. A checkpoint of codes may come where another one was, for which their kernels were not compiled:
         then they stay as plain torch packs them.
         """
         if isinstance(weight, CodedWeight | CodedRows) and "embed_coded" not in self._team.library:
@@ -367,7 +373,7 @@ class NativeOperations(Operations):
     def _multiply_groups(
         self, x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor, groups: Tensor, most_groups: int
     ) -> None:
-        """As `_multiply`, in chunks that are equal shares of however many groups there turn out to be."""
+        """Do `_multiply` in chunks that are equal shares of however many groups there turn out to be."""
         if bias is not None:
             check_tensor("experts: bias", bias, (packed.shape[0],), x.dtype, HOST)
         most_items = most_groups * -(-out.shape[1] // PANEL)
@@ -575,7 +581,7 @@ def _check_attention(name: str, q: Tensor, kv: PagedKV, out: Tensor) -> None:
 
 
 def _or_0(tensor: Tensor | None) -> Tensor | int:
-    """As kernels take what may be absent."""
+    """The argument of a kernel for a tensor that may be absent."""
     return 0 if tensor is None else tensor
 
 

@@ -13,7 +13,7 @@ ALL_PARTS = (COMMON, *DTYPES, *(f"{dtype}-int8" for dtype in DTYPES), CODED)
 
 
 def parts_of(dtype: str, quantization: str | None = None) -> tuple[str, ...]:
-    """What a model needs.
+    """The parts that a model needs.
 
     Args:
         dtype: of its activations, as in ``DTYPES``.
@@ -25,7 +25,7 @@ def parts_of(dtype: str, quantization: str | None = None) -> tuple[str, ...]:
 
 
 def part_of(kernel: str) -> str:
-    """By the first dtype in a kernel's name, and whether it is for int8 weights, or for those of codes."""
+    """The part of a kernel, by the first dtype in its name, and whether it is for int8 weights or for codes."""
     words = kernel.split("_")
     if CODED in words:
         return CODED

@@ -15,9 +15,9 @@ from llvmlite import ir
 from numba import types
 
 from aioengine.kernels.native.attention_parts import SEGMENT, find_keys, shape, sink_of
-from aioengine.kernels.native.attention_sizes import MAX_HEAD_DIM, MAX_ROWS
 from aioengine.kernels.native.compiler import inlined, kernel
 from aioengine.kernels.native.linear_kernels import KINDS, PANEL, TILE_ROWS, Start, make_panel
+from aioengine.kernels.native.sizes import MAX_HEAD_DIM, MAX_ROWS
 from aioengine.kernels.native.vector_functions import exp2
 from aioengine.kernels.native.vectors import (
     BFLOAT16,
@@ -162,7 +162,7 @@ def make_pack(memory: Memory, work: Memory) -> Any:
 
     @inlined
     def read_int8(x, head_dim, scales, room):
-        """Of lines of an int8 cache the values, exact, and the scales apart."""
+        """Read lines of an int8 cache: exact values, and scales apart."""
         stride = (head_dim + LANES - 1) // LANES * LANES * size
         for nth in range(SEGMENT):
             line, to = x + get_i64(room + OFFSETS + 8 * nth), room + LINES + nth * stride
@@ -194,7 +194,7 @@ def sums_of(room, strip, padded_dim):
 
 @inlined
 def state_of(sums, nth, padded_dim):
-    """Of one of six rows: 16 parts of the weights' sum, and behind these 64 bytes the score of weight 1."""
+    """The state of one of six rows: 16 parts of the weights' sum, and behind these 64 bytes the score of weight 1."""
     return sums + 4 * TILE_ROWS * padded_dim + 128 * nth
 
 
@@ -326,7 +326,7 @@ def make_attend_prefill(memory: Memory, work: Memory) -> Any:
 
     @inlined
     def place_of(args, row):
-        """Of a row's head in queries and results, from the tile's first on."""
+        """The offset of a row's head in queries and results, from the tile's first on."""
         num_heads = get_i64(args + NUM_HEADS)
         group = num_heads // get_i64(args + NUM_KV_HEADS)
         return (row // group * num_heads + row % group) * get_i64(args + HEAD_DIM) * size

@@ -93,12 +93,8 @@ def append_tokens(args, chunk, thread):
 
 @kernel()
 def copy_blocks(args, chunk, thread):
-    caches, num_caches, num_blocks, block_bytes = (
-        get_i64(args),
-        get_i64(args + 8),
-        get_i64(args + 16),
-        get_i64(args + 24),
-    )
+    caches, num_caches = get_i64(args), get_i64(args + 8)
+    num_blocks, block_bytes = get_i64(args + 16), get_i64(args + 24)
     pair = 4 * (chunk // num_caches)
     source, target = get_i32(get_i64(args + 32) + pair), get_i32(get_i64(args + 40) + pair)
     if source >= 0 and target >= 0:

@@ -50,7 +50,7 @@ REPETITION, FREQUENCY, PRESENCE = (
 LOGPROBS = int(SampleFlag.LOGPROBS)
 ZERO = np.float32(0)
 IN_PROMPT, IN_OUTPUT = 1, 2
-"""What is added to a token's counter: bit 0 says that the prompt has it, the other bits count it in the output."""
+"""Added to a token's counter: bit 0 says that the prompt has it, the other bits count it in the output."""
 
 
 @inlined

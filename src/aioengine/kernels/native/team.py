@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from aioengine.errors import InternalError
 from aioengine.kernels.native.library import Library
-from aioengine.kernels.native.team_words import (
+from aioengine.kernels.native.sizes import (
     MAX_ARGUMENTS,
     MAX_CHUNKS,
     RECORD_BYTES,

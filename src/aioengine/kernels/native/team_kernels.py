@@ -8,7 +8,7 @@ that is not running when its turn comes (another process has its core) holds not
 from __future__ import annotations
 
 from aioengine.kernels.native.compiler import inlined, kernel
-from aioengine.kernels.native.team_words import (
+from aioengine.kernels.native.sizes import (
     CHUNK_BITS,
     DONE,
     END,

@@ -27,7 +27,7 @@ E0, E1, E2, E3, E4, E5 = map(
 B1, B2, B3, B4, B5 = map(
     np.float32, (6.9314697760e-1, 2.4022242085e-1, 5.5507337439e-2, 9.6715126542e-3, 1.3264726996e-3)
 )
-"""Of 2ʳ, by least squares with weights that make the largest relative error for |r| ≤ 0.5 small: 2⁻²³."""
+"""Coefficients of 2ʳ, by least squares with weights that make the largest relative error for |r| ≤ 0.5 small: 2⁻²³."""
 T0, T1, T2, T3, T4 = map(
     np.float32, (-5.70498872745e-3, 2.06390887954e-2, -5.37397155531e-2, 1.33314422036e-1, -3.33332819422e-1)
 )
@@ -69,7 +69,7 @@ def exp2(x):
 
 @inlined
 def tanh(x):
-    """Of 16 lanes, with a relative error below 2⁻²¹: x + x³ · T(x²) near 0, else 1 - 2 / (e²ˣ + 1)."""
+    """tanh of 16 lanes, with a relative error below 2⁻²¹: x + x³ · T(x²) near 0, else 1 - 2 / (e²ˣ + 1)."""
     square = x * x
     y = fma(splat(T0), square, splat(T1))
     y = fma(y, square, splat(T2))

@@ -78,8 +78,8 @@ def instruction(result: types.Type, *arguments: types.Type) -> Callable[[Callabl
 
         names = ", ".join(f"a{n}" for n in range(len(arguments)))
         made: dict[str, Any] = {"signature": signature, "generate": generate}
-        exec(f"def {emit.__name__}(typing{', ' if names else ''}{names}):\n    return signature, generate", made)
-        return intrinsic(made[emit.__name__])
+        exec(f"def typed(typing{', ' if names else ''}{names}):\n    return signature, generate", made)
+        return intrinsic(made["typed"])
 
     return define
 
@@ -176,58 +176,26 @@ for _symbol, _name in ((operator.and_, "and_"), (operator.or_, "or_")):
     _define_operator(_symbol, bool16, lambda builder, x, y, name=_name: getattr(builder, name)(x, y))
 
 
-@instruction(f32x16)
-def zeros(b: Any) -> Any:
-    return constant(f32x16, 0.0)
-
-
-@instruction(i32x16)
-def lane_numbers(b: Any) -> Any:
-    return ir.Constant(i32x16.llvm, list(range(LANES)))
-
-
-@instruction(f32x16, types.float32)
-def splat(b: Any, x: Any) -> Any:
-    return splatted(b, x, f32x16.llvm)
-
-
-@instruction(i32x16, types.int64)
-def splat_i32(b: Any, x: Any) -> Any:
-    return splatted(b, b.trunc(x, I32), i32x16.llvm)
-
-
-@instruction(f32x16, f32x16, f32x16, f32x16)
-def fma(b: Any, x: Any, y: Any, z: Any) -> Any:
-    """x · y + z, rounded once."""
-    return call(b, "llvm.fma.v16f32", x.type, x, y, z)
-
-
-@instruction(f32x16, f32x16, f32x16)
-def maximum(b: Any, x: Any, y: Any) -> Any:
-    """Of a NaN and a number: the second argument."""
-    return b.select(b.fcmp_ordered(">", x, y), x, y)
-
-
-@instruction(f32x16, f32x16, f32x16)
-def minimum(b: Any, x: Any, y: Any) -> Any:
-    return b.select(b.fcmp_ordered("<", x, y), x, y)
+zeros = instruction(f32x16)(lambda b: constant(f32x16, 0.0))
+lane_numbers = instruction(i32x16)(lambda b: ir.Constant(i32x16.llvm, list(range(LANES))))
+splat = instruction(f32x16, types.float32)(lambda b, x: splatted(b, x, f32x16.llvm))
+splat_i32 = instruction(i32x16, types.int64)(lambda b, x: splatted(b, b.trunc(x, I32), i32x16.llvm))
+fma = instruction(f32x16, f32x16, f32x16, f32x16)(lambda b, x, y, z: call(b, "llvm.fma.v16f32", x.type, x, y, z))
+"""x · y + z, rounded once."""
+maximum = instruction(f32x16, f32x16, f32x16)(lambda b, x, y: b.select(b.fcmp_ordered(">", x, y), x, y))
+"""The larger of each pair of lanes; the second argument where one is NaN."""
+minimum = instruction(f32x16, f32x16, f32x16)(lambda b, x, y: b.select(b.fcmp_ordered("<", x, y), x, y))
 
 
 @instruction(f32x16, f32x16, f32x16, types.boolean)
 def every_other(b: Any, low: Any, high: Any, is_odd: Any) -> Any:
-    """Of 32 lanes, 16 and 16, those with an even number, or an odd one."""
+    """Those of 32 lanes, 16 and 16, with an even number, or an odd one."""
     evens, odds = (b.shuffle_vector(low, high, ir.Constant(i32x16.llvm, list(range(n, 32, 2)))) for n in (0, 1))
     return b.select(is_odd, odds, evens)
 
 
-@instruction(f32x16, f32x16)
-def absolute(b: Any, x: Any) -> Any:
-    return call(b, "llvm.fabs.v16f32", x.type, x)
-
-
-@instruction(f32x16, f32x16)
-def round_even(b: Any, x: Any) -> Any:
-    return call(b, "llvm.roundeven.v16f32", x.type, x)
+absolute = instruction(f32x16, f32x16)(lambda b, x: call(b, "llvm.fabs.v16f32", x.type, x))
+round_even = instruction(f32x16, f32x16)(lambda b, x: call(b, "llvm.roundeven.v16f32", x.type, x))
 
 
 def _reduce(b: Any, x: Any, join: Callable[[Any, Any], Any]) -> Any:
@@ -239,36 +207,20 @@ def _reduce(b: Any, x: Any, join: Callable[[Any, Any], Any]) -> Any:
     return b.extract_element(x, ir.Constant(I32, 0))
 
 
-@instruction(types.float32, f32x16)
-def sum_of(b: Any, x: Any) -> Any:
-    """The lanes' sum, in one order."""
-    return b.fadd(_reduce(b, x, b.fadd), ir.Constant(F32, 0.0))
+sum_of = instruction(types.float32, f32x16)(lambda b, x: b.fadd(_reduce(b, x, b.fadd), ir.Constant(F32, 0.0)))
+"""The lanes' sum, in one order."""
 
 
 @instruction(types.float32, f32x16)
 def max_of(b: Any, x: Any) -> Any:
-    """Of lanes that are numbers. LLVM's reduction goes from lane to lane, since one might be none."""
+    """The highest of lanes that are numbers. LLVM's reduction goes from lane to lane, since one might be none."""
     return _reduce(b, x, lambda low, high: b.select(b.fcmp_ordered(">", low, high), low, high))
 
 
-@instruction(i32x16, f32x16)
-def to_int(b: Any, x: Any) -> Any:
-    return b.fptosi(x, i32x16.llvm)
-
-
-@instruction(f32x16, i32x16)
-def to_float(b: Any, x: Any) -> Any:
-    return b.sitofp(x, f32x16.llvm)
-
-
-@instruction(f32x16, i32x16)
-def bits_to_float(b: Any, x: Any) -> Any:
-    return b.bitcast(x, f32x16.llvm)
-
-
-@instruction(i32x16, f32x16)
-def float_to_bits(b: Any, x: Any) -> Any:
-    return b.bitcast(x, i32x16.llvm)
+to_int = instruction(i32x16, f32x16)(lambda b, x: b.fptosi(x, i32x16.llvm))
+to_float = instruction(f32x16, i32x16)(lambda b, x: b.sitofp(x, f32x16.llvm))
+bits_to_float = instruction(f32x16, i32x16)(lambda b, x: b.bitcast(x, f32x16.llvm))
+float_to_bits = instruction(i32x16, f32x16)(lambda b, x: b.bitcast(x, i32x16.llvm))
 
 
 @instruction(i32x16, i32x16, types.int64)
@@ -282,63 +234,21 @@ def shift_right(b: Any, x: Any, bits: Any) -> Any:
     return b.lshr(x, splatted(b, b.trunc(bits, I32), x.type))
 
 
-@instruction(bool16, f32x16, f32x16)
-def is_above(b: Any, x: Any, y: Any) -> Any:
-    return b.fcmp_ordered(">", x, y)
-
-
-@instruction(bool16, f32x16, f32x16)
-def is_at_least(b: Any, x: Any, y: Any) -> Any:
-    return b.fcmp_ordered(">=", x, y)
-
-
-@instruction(bool16, f32x16, f32x16)
-def is_equal(b: Any, x: Any, y: Any) -> Any:
-    return b.fcmp_ordered("==", x, y)
-
-
-@instruction(bool16, f32x16)
-def is_nan(b: Any, x: Any) -> Any:
-    return b.fcmp_unordered("uno", x, x)
-
-
-@instruction(bool16, types.int64)
-def first_lanes(b: Any, count: Any) -> Any:
-    """True in the first ``count`` lanes, a number of 32 bits: 0 and less is none, 16 and more all."""
-    return lanes_below(b, b.trunc(count, I32))
-
-
-@instruction(f32x16, bool16, f32x16, f32x16)
-def select(b: Any, condition: Any, x: Any, y: Any) -> Any:
-    return b.select(condition, x, y)
-
-
-@instruction(types.int64, bool16)
-def bits_of(b: Any, condition: Any) -> Any:
-    """Bit n of the result is lane n."""
-    return b.zext(b.bitcast(condition, I16), I64)
-
-
-@instruction(bool16, types.int64)
-def lanes_of(b: Any, bits: Any) -> Any:
-    """Lane n is bit n."""
-    return b.bitcast(b.trunc(bits, I16), bool16.llvm)
-
-
-@instruction(types.int64, types.int64)
-def lowest_bit(b: Any, bits: Any) -> Any:
-    """Which of its bits, not all 0, is the lowest that is 1."""
-    return b.cttz(bits, ir.Constant(I1, 1))
-
-
-@instruction(types.float32, f32x16, types.int64)
-def lane_of(b: Any, x: Any, lane: Any) -> Any:
-    return b.extract_element(x, lane)
-
-
-@instruction(types.int64, i32x16, types.int64)
-def lane_of_i32(b: Any, x: Any, lane: Any) -> Any:
-    return b.sext(b.extract_element(x, lane), I64)
+is_above = instruction(bool16, f32x16, f32x16)(lambda b, x, y: b.fcmp_ordered(">", x, y))
+is_at_least = instruction(bool16, f32x16, f32x16)(lambda b, x, y: b.fcmp_ordered(">=", x, y))
+is_equal = instruction(bool16, f32x16, f32x16)(lambda b, x, y: b.fcmp_ordered("==", x, y))
+is_nan = instruction(bool16, f32x16)(lambda b, x: b.fcmp_unordered("uno", x, x))
+first_lanes = instruction(bool16, types.int64)(lambda b, count: lanes_below(b, b.trunc(count, I32)))
+"""True in the first ``count`` lanes, a number of 32 bits: 0 and less is none, 16 and more all."""
+select = instruction(f32x16, bool16, f32x16, f32x16)(lambda b, condition, x, y: b.select(condition, x, y))
+bits_of = instruction(types.int64, bool16)(lambda b, condition: b.zext(b.bitcast(condition, I16), I64))
+"""Bit n of the result is lane n."""
+lanes_of = instruction(bool16, types.int64)(lambda b, bits: b.bitcast(b.trunc(bits, I16), bool16.llvm))
+"""Lane n is bit n."""
+lowest_bit = instruction(types.int64, types.int64)(lambda b, bits: b.cttz(bits, ir.Constant(I1, 1)))
+"""Which of its bits, not all 0, is the lowest that is 1."""
+lane_of = instruction(types.float32, f32x16, types.int64)(lambda b, x, lane: b.extract_element(x, lane))
+lane_of_i32 = instruction(types.int64, i32x16, types.int64)(lambda b, x, lane: b.sext(b.extract_element(x, lane), I64))
 
 
 # Memory
@@ -398,7 +308,7 @@ def lane_bytes(lane: ir.Type) -> int:
 
 
 def _has_masked(lane: ir.Type) -> bool:
-    """Of what has no masked instructions LLVM makes sixteen branches."""
+    """Whether there are masked instructions, in place of which LLVM makes sixteen branches."""
     return HAS_MASKS or lane_bytes(lane) == 4
 
 
@@ -540,14 +450,8 @@ get_i8, put_i8 = _word(types.int64, I8, I64)
 get_f32, put_f32 = _word(types.float32, F32)
 
 
-@instruction(i32x16, types.int64)
-def load_i32(b: Any, address: Any) -> Any:
-    return load(b, address, i32x16.llvm)
-
-
-@instruction(types.none, types.int64, i32x16)
-def store_i32(b: Any, address: Any, x: Any) -> None:
-    store(b, address, x)
+load_i32 = instruction(i32x16, types.int64)(lambda b, address: load(b, address, i32x16.llvm))
+store_i32 = instruction(types.none, types.int64, i32x16)(lambda b, address, x: store(b, address, x))
 
 
 @instruction(types.none, types.int64, i32x16)
@@ -595,9 +499,7 @@ def pause(b: Any) -> None:
         call(b, "llvm.x86.sse2.pause", ir.VoidType())
 
 
-@instruction(types.none)
-def sched_yield(b: Any) -> None:
-    call(b, "sched_yield", I32)
+sched_yield = instruction(types.none)(lambda b: call(b, "sched_yield", I32))
 
 
 @instruction(types.none, types.int64)

@@ -192,7 +192,7 @@ def pair_codes(codes: Tensor) -> Tensor:
 
 
 def split_codes(pairs: Tensor) -> Tensor:
-    """As `pair_codes` was given them, with one more column if they were odd."""
+    """The codes that `pair_codes` was given, with one more column if they were odd."""
     return torch.stack((pairs & 15, pairs >> 4), dim=2).view(len(pairs), -1)
 
 
@@ -205,7 +205,7 @@ def unpack_quantized(packed: PackedWeight, rows: slice) -> Tensor:
 
 
 def embed_quantized(token_ids: Tensor, packed: PackedWeight) -> Tensor:
-    """As `Operations.embed`."""
+    """See `Operations.embed`."""
     assert packed.scales is not None
     if packed.coding is not None:
         return coded_rows(packed, token_ids).dense().to(packed.dtype)
@@ -239,7 +239,7 @@ def _round_groups(groups: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def multiply(x: Tensor, packed: PackedWeight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """As `Operations.linear`, with a result of ``dtype``: by cuBLAS on a GPU, by oneDNN and MKL on a CPU.
+    """See `Operations.linear`, with a result of ``dtype``: by cuBLAS on a GPU, by oneDNN and MKL on a CPU.
 
     On a GPU wider outputs are the product's own float32 sums, where torch gives them: rounding to 16 bits would make
     ties of logits that are none, and a second tensor as large as the vocabulary.

@@ -140,7 +140,7 @@ def pack(
     quantization: Quantization | None = None,
     dtype: torch.dtype | None = None,
 ) -> PackedWeight:
-    """As plain torch does; of codes that are the bits of float8_e4m3fn the table is known to be.
+    """Pack as plain torch does; of codes that are the bits of float8_e4m3fn the table is known to be.
 
     Codes of a checkpoint that kernels do not multiply become dense, block by block: plain torch would decode them in
     each step, and wait for the device to see which experts' these are.
@@ -190,7 +190,7 @@ def table_of(packed: PackedWeight) -> Tensor:
 
 @replaces(Operations.linear)
 def linear(x: Tensor, packed: PackedWeight, bias: Tensor | None, out_dtype: torch.dtype | None = None) -> Tensor:
-    """As `Operations.linear`; all but weights of codes are cuBLAS's."""
+    """See `Operations.linear`; all but weights of codes are cuBLAS's."""
     step, (num_outputs, num_inputs) = step_of(packed), packed.shape
     if step is None:
         return plain_torch.linear(x, packed, bias, out_dtype)
@@ -202,22 +202,9 @@ def linear(x: Tensor, packed: PackedWeight, bias: Tensor | None, out_dtype: torc
         return out
     tile_rows, tile_outputs = (16, 32) if num_rows <= FEW_ROWS or x.dtype == torch.float32 else (64, 64)
     _linear_coded_kernel[(triton.cdiv(num_outputs, tile_outputs), triton.cdiv(num_rows, tile_rows))](
-        x,
-        packed.values,
-        packed.scales,
-        table_of(packed),
-        x if bias is None else bias,
-        out,
-        num_rows,
-        NUM_INPUTS=num_inputs,
-        NUM_OUTPUTS=num_outputs,
-        HAS_BIAS=bias is not None,
-        TILE_ROWS=tile_rows,
-        TILE_OUTPUTS=tile_outputs,
-        STEP=step,
-        **step_constants(packed, step),
-        num_warps=4,
-        num_stages=3,
+        x, packed.values, packed.scales, table_of(packed), x if bias is None else bias, out, num_rows,
+        NUM_INPUTS=num_inputs, NUM_OUTPUTS=num_outputs, HAS_BIAS=bias is not None, TILE_ROWS=tile_rows,
+        TILE_OUTPUTS=tile_outputs, STEP=step, **step_constants(packed, step), num_warps=4, num_stages=3,
         enable_fp_fusion=True,
-    )
+    )  # fmt: skip
     return out

@@ -167,17 +167,9 @@ def experts(x: Tensor, ids: Tensor, weights: Tensor, of_layer: ExpertWeights, sh
     activated = gated_activation(gate_up, of_layer.activation)
     _multiply_tiles(activated, of_layer.down, of_layer.down_bias, made, tiles, 1)
     _combine_experts_kernel[(num_tokens, triton.cdiv(hidden, COLUMNS_BLOCK))](
-        made,
-        weights,
-        x if shared is None else shared,
-        out,
-        WIDTH=hidden,
-        NUM_CHOSEN=num_chosen,
-        HAS_SHARED=shared is not None,
-        BLOCK=COLUMNS_BLOCK,
-        num_warps=4,
-        enable_fp_fusion=True,
-    )
+        made, weights, x if shared is None else shared, out, WIDTH=hidden, NUM_CHOSEN=num_chosen,
+        HAS_SHARED=shared is not None, BLOCK=COLUMNS_BLOCK, num_warps=4, enable_fp_fusion=True,
+    )  # fmt: skip
     return out
 
 
@@ -194,18 +186,10 @@ def _sort_pairs(ids: Tensor, num_experts: int) -> Tiles:
     pair_of_row, expert_of_tile = ids.new_full((most_tiles, tile_rows), -1), ids.new_full((most_tiles,), -1)
     _count_pairs_kernel[(num_experts,)](ids, counts, num_pairs, BLOCK=PAIRS_BLOCK, num_warps=4, enable_fp_fusion=True)
     _sort_pairs_kernel[(num_experts,)](
-        ids,
-        counts,
-        pair_of_row,
-        expert_of_tile,
-        num_pairs,
-        NUM_EXPERTS=num_experts,
-        EXPERTS_BLOCK=triton.next_power_of_2(num_experts),
-        TILE_ROWS=tile_rows,
-        BLOCK=PAIRS_BLOCK,
-        num_warps=4,
+        ids, counts, pair_of_row, expert_of_tile, num_pairs, NUM_EXPERTS=num_experts,
+        EXPERTS_BLOCK=triton.next_power_of_2(num_experts), TILE_ROWS=tile_rows, BLOCK=PAIRS_BLOCK, num_warps=4,
         enable_fp_fusion=True,
-    )
+    )  # fmt: skip
     return pair_of_row, expert_of_tile
 
 
@@ -228,24 +212,9 @@ def _multiply_tiles(
         tile_outputs, tile_inputs = 64 if tile_rows == 64 and x.dtype != torch.float32 else 32, step
         constants = step_constants(packed, step)
     _multiply_tiles_kernel[(most_tiles, triton.cdiv(num_outputs, tile_outputs))](
-        x,
-        packed.values,
-        x if step is None else packed.scales,
-        x if step is None else table_of(packed),
-        x if bias is None else bias,
-        out,
-        pair_of_row,
-        expert_of_tile,
-        NUM_INPUTS=num_inputs,
-        NUM_OUTPUTS=num_outputs,
-        ROWS_OF_EXPERT=in_panels(num_outputs),
-        PAIRS_OF_X=pairs_of_x,
-        HAS_BIAS=bias is not None,
-        TILE_ROWS=tile_rows,
-        TILE_OUTPUTS=tile_outputs,
-        TILE_INPUTS=tile_inputs,
-        **constants,
-        num_warps=4,
-        num_stages=3,
-        enable_fp_fusion=True,
-    )
+        x, packed.values, x if step is None else packed.scales, x if step is None else table_of(packed),
+        x if bias is None else bias, out, pair_of_row, expert_of_tile, NUM_INPUTS=num_inputs,
+        NUM_OUTPUTS=num_outputs, ROWS_OF_EXPERT=in_panels(num_outputs), PAIRS_OF_X=pairs_of_x,
+        HAS_BIAS=bias is not None, TILE_ROWS=tile_rows, TILE_OUTPUTS=tile_outputs, TILE_INPUTS=tile_inputs,
+        **constants, num_warps=4, num_stages=3, enable_fp_fusion=True,
+    )  # fmt: skip

@@ -61,13 +61,7 @@ def gated_activation(gate_up: Tensor, activation: Activation = "silu") -> Tensor
     if out.numel():
         block = FEW_ROWS_BLOCK if num_rows <= FEW_ROWS else BLOCK
         _gated_activation_kernel[(num_rows, -(-width // block))](
-            gate_up,
-            out,
-            IS_GELU=activation == "gelu_tanh",
-            IS_CLAMPED=activation == "clamped_silu",
-            WIDTH=width,
-            BLOCK=block,
-            num_warps=NUM_WARPS,
-            enable_fp_fusion=True,
-        )
+            gate_up, out, IS_GELU=activation == "gelu_tanh", IS_CLAMPED=activation == "clamped_silu", WIDTH=width,
+            BLOCK=block, num_warps=NUM_WARPS, enable_fp_fusion=True,
+        )  # fmt: skip
     return out

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 NOISE_SPAN = tl.constexpr(19.5)
-"""As `aioengine.kernels.torch.draws.NOISE_SPAN`: the highest noise less the lowest."""
+"""`aioengine.kernels.torch.draws.NOISE_SPAN`: the highest noise less the lowest."""
 
 HIGHEST_NOISE = tl.constexpr(16.7)
 """A bit more than -log(-log(1 - 2⁻²⁴)) = 16.64."""

@@ -90,18 +90,10 @@ def _launch(
     out = residual if is_added and residual is not None else torch.empty_like(x)
     if len(x):
         _rms_norm_kernel[(len(x),)](
-            x,
-            residual,
-            weight,
-            out,
-            float(eps),
-            float(offset),
-            float(scale),
-            ADDS=residual is not None and not is_added,
-            IS_ADDED=is_added,
-            **_constants(width),
+            x, residual, weight, out, float(eps), float(offset), float(scale),
+            ADDS=residual is not None and not is_added, IS_ADDED=is_added, **_constants(width),
             enable_fp_fusion=True,
-        )
+        )  # fmt: skip
     return out
 
 

@@ -164,21 +164,9 @@ def rotate_and_write(
         constants = _constants(num_heads, num_kv_heads, head_dim)
         grid = (num_tokens, -(-(num_heads + 2 * num_kv_heads) // constants["HEADS_AT_ONCE"]))
         _rotate_and_write_kernel[grid](
-            qkv,
-            positions,
-            slots,
-            rope_table,
-            qk_weight,
-            q,
-            k_cache,
-            v_cache,
-            float(eps),
-            float(qk_offset),
-            IS_WIDE=is_qk_norm_wide,
-            **constants,
-            num_warps=NUM_WARPS,
-            enable_fp_fusion=True,
-        )
+            qkv, positions, slots, rope_table, qk_weight, q, k_cache, v_cache, float(eps), float(qk_offset),
+            IS_WIDE=is_qk_norm_wide, **constants, num_warps=NUM_WARPS, enable_fp_fusion=True,
+        )  # fmt: skip
     return q
 
 

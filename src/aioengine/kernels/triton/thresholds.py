@@ -331,25 +331,10 @@ def _floor_kernel(
                 reach = _bound(keys, weights, reach, high, enough, PIVOTS)
             num_reached = _list_blocks(reached + sample * num_blocks, keys, reach, num_blocks, NUM_BLOCKS)
             key = _find(
-                logits,
-                masks,
-                logits_row,
-                mask,
-                reached + sample * num_blocks,
-                gathered + sample * MAX_GATHERED,
-                num_reached,
-                by_mass,
-                top,
-                cold,
-                reach,
-                high,
-                target,
-                part,
-                vocab,
-                HAS_MASK,
-                TILE_BLOCKS,
+                logits, masks, logits_row, mask, reached + sample * num_blocks, gathered + sample * MAX_GATHERED,
+                num_reached, by_mass, top, cold, reach, high, target, part, vocab, HAS_MASK, TILE_BLOCKS,
                 MAX_GATHERED,
-            )
+            )  # fmt: skip
             threshold = tl.maximum(threshold, of_key(key.to(tl.int32)))
             low = key - 1
     # A token this far below the likeliest one loses to it, whatever the noise of the two.
