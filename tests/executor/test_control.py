@@ -100,6 +100,9 @@ async def assert_same(executor: TorchExecutor, folder: Path, way: str = "cpu", *
         assert await greedy_tokens(executor) == await greedy_tokens(expected)
 
 
+SHAPES: dict[str, tuple[int, ...]] = {EMBEDDING: (384, 64), "model.norm.weight": (64,)}
+
+
 class TestContract(ControlContract):
     @pytest.fixture(autouse=True)
     def _checkpoint(self, checkpoint: Checkpoint) -> None:
@@ -111,8 +114,14 @@ class TestContract(ControlContract):
         )
         folder = await asyncio.to_thread(ModelFolder.read, self.checkpoint("llama2"))
         executor = await TorchExecutor.start(folder, config)
-        shapes = {"model.embed_tokens.weight": (384, 64), "model.norm.weight": (64,)}
-        return Controlled(executor, self.checkpoint("llama2", seed=1), shapes)
+        return Controlled(executor, self.checkpoint("llama2", seed=1), SHAPES)
+
+
+@pytest.mark.nightly
+class TestContractOnALateDevice(TestContract):
+    async def start(self, tmp_path: Path, max_in_flight: int) -> Controlled:
+        executor = await start_late(self.checkpoint("llama2"), FakeAccelerator(), max_in_flight=max_in_flight)
+        return Controlled(executor, self.checkpoint("llama2", seed=1), SHAPES)
 
 
 @pytest.mark.nightly
@@ -274,7 +283,7 @@ async def test_a_tied_head_that_differs_is_refused(checkpoint: Checkpoint) -> No
 
 @pytest.mark.parametrize("num_read", [0, 1])
 async def test_a_commit_that_fails_halfway_changes_nothing(
-    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, num_read: int
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, num_read: int, way: str
 ) -> None:
     read, calls = weights_module._tensor, []
 
@@ -285,13 +294,15 @@ async def test_a_commit_that_fails_halfway_changes_nothing(
         return read(staged)
 
     sent = {QUERY: drawn((64, 64)), HEAD: drawn((384, 64)), EMBEDDING: drawn((384, 64), seed=4)}
-    async with started(checkpoint("llama2")) as executor:
+    async with started(checkpoint("llama2"), way) as executor:
         await send(executor, sent)
-        with monkeypatch.context() as patch:
-            patch.setattr(weights_module, "_tensor", fail_later)
-            with pytest.raises(MemoryError):
-                await executor.perform(CommitWeights("t"))
-        await assert_same(executor, checkpoint("llama2"))
+        async with keeping_graphs(executor):
+            with monkeypatch.context() as patch:
+                patch.setattr(weights_module, "_tensor", fail_later)
+                with pytest.raises(MemoryError):
+                    await executor.perform(CommitWeights("t"))
+        await assert_same(executor, checkpoint("llama2"), way)
+        await executor.perform(Sleep(2))  # they came from a folder, as before
 
 
 @pytest.mark.parametrize("quantization", [*nightly("int8"), "int4"])

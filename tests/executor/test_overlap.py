@@ -18,6 +18,7 @@ import anyio
 import msgspec
 import numpy as np
 import pytest
+from executor.contract import ExecutorContract, Opened
 from executor.late_device import InjectedFailure, late_config, let_steps_fail, start_late
 from executor.plan_storm import RandomPlans, check_equal, follow
 from executor.plans import PlanWriter, greedy_tokens, run_step, tokens_by_row
@@ -66,6 +67,18 @@ async def started(
 
 def prompt_of(length: int, salt: int = 0) -> list[int]:
     return [(7 * i + 13 * salt) % 90 for i in range(length)]
+
+
+class TestContract(ExecutorContract):
+    """Without graphs before a step is run a second time, as with them."""
+
+    @pytest.fixture(autouse=True)
+    def _folder(self, folder: Path) -> None:
+        self.folder = folder
+
+    async def start(self, max_in_flight: int) -> Opened:
+        executor = await start_late(self.folder, FakeAccelerator(), max_in_flight=max_in_flight)
+        return Opened(executor, let_steps_fail(executor).add)
 
 
 # Equality

@@ -120,7 +120,7 @@ async def find(config: EngineConfig, worker: TextWorker, *, with_weights: bool) 
 
 
 def clock_of(loop: AbstractEventLoop) -> Callable[[], float]:
-    """The clock by which executors on this loop tell the time: a virtual loop's own, else the real one.
+    """The clock of executors on this loop: a virtual loop's own, else the real one.
 
     Not ``loop.time``: uvloop's stands still during a turn, and counts whole milliseconds.
     """

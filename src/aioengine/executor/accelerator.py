@@ -1,4 +1,4 @@
-"""What the executor asks of a device: work in order on a stream, copies beside it, events, graphs, memory.
+"""A device as the executor sees it: work in order on a stream, copies beside it, events, graphs, memory.
 
 `aioengine.executor.cuda` is a GPU, `aioengine.executor.host` the processor itself. All device work goes through
 `Accelerator.enqueue` and its like, so that a fake one can run it late, as a GPU does: that the host is ahead of the
@@ -178,5 +178,5 @@ class Accelerator(Protocol):
         self.release()
 
     def profiler_activities(self) -> list[Any]:
-        """What torch's profiler is to record beside the host."""
+        """Activities that torch's profiler records beside the host's."""
         return []

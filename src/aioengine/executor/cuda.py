@@ -1,9 +1,9 @@
 """An NVIDIA GPU as an `Accelerator`, through torch.
 
 A compute stream and a copy stream of this engine's own: nothing here waits for, or holds up, work of the app's on the
-same GPU. What cannot be told apart in one process: torch's peak of memory is reset at the start, and an app that waits
-for the whole device (``torch.cuda.synchronize``) while a graph is being captured hears an error, and the graph is not
-made. To be made in the thread that uses it, whose current stream becomes the compute stream.
+same GPU. The whole process shares two things. Torch's peak of memory is reset at the start. An app that waits for the
+whole device (``torch.cuda.synchronize``) while a graph is being captured gets an error, and there is no graph. To be
+made in the thread that uses it, whose current stream becomes the compute stream.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class CudaAccelerator(Accelerator):
         self._copies = torch.cuda.Stream(device)
         self._pool: Any = None
         self._graphs: weakref.WeakSet[Any] = weakref.WeakSet()
-        """Those that share the pool."""
+        """Graphs that share the pool."""
         torch.cuda.set_stream(self._compute)  # of this thread
 
     def enqueue(self, work: Callable[[*Ts], None], *args: *Ts) -> None:

@@ -43,15 +43,15 @@ COMPLETION_THREAD_NAME = "aioengine-completion"
 CLOSED = "the device was closed"
 
 LOOP_CHECK_INTERVAL_S = 0.5
-"""How often an idle thread looks whether its loop still lives: no event tells of a loop that is closed."""
+"""How often an idle thread looks whether its loop still lives: closing a loop raises no event."""
 
 EXIT_DEADLINE_S = 10.0
 """How long the interpreter's exit waits for a running job, and for what was launched: a thread that is killed inside
 torch aborts the process."""
 
 DRAIN_DEADLINE_S = 10.0
-"""How long an ending thread waits for what was launched, before it says that the device is lost: steps take seconds at
-most, and a device that hangs must not hang the program."""
+"""How long an ending thread waits for what was launched, before the device is lost. Steps take seconds at most, and a
+device that hangs must not hang the program."""
 
 
 class DeferredResult(ABC, Generic[T_co]):
@@ -279,7 +279,7 @@ class DeviceThread:
 
     @property
     def should_stop(self) -> Callable[[], bool]:
-        """For long jobs to ask from the thread: whether it is to end, since it was told so or its loop is gone."""
+        """Whether the thread is to end, since it is closed or its loop is gone; long jobs ask it from the thread."""
         return self._work.should_stop
 
     def submit(self, job: Callable[[*Ts], T | DeferredResult[T]], *args: *Ts) -> Pending[T]:
@@ -303,12 +303,12 @@ class DeviceThread:
         if asyncio.get_running_loop() is self._work.loop():
             await self._ended.wait()
         # It has nothing left to do, and is gone in some µs; a join would hold the loop.
-        while self._work.thread.is_alive() and not self._work.is_given_up:  # noqa: ASYNC110 - no event tells of a thread's end
+        while self._work.thread.is_alive() and not self._work.is_given_up:  # noqa: ASYNC110 - a thread's end raises no event
             await asyncio.sleep(0)
 
 
 class _ThreadState:
-    """What the thread and its `DeviceThread` share."""
+    """State that the thread and its `DeviceThread` share."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, num_threads: int | None, on_end: Callable[[], None]) -> None:
         self.queue: queue.SimpleQueue[Pending[Any] | None] = queue.SimpleQueue()
@@ -324,7 +324,7 @@ class _ThreadState:
         _running.add(self)
 
     def stop(self) -> None:
-        """Tell the thread to end; from any thread."""
+        """Have the thread end; from any thread."""
         self.is_stopping = True
         self.queue.put(None)
 

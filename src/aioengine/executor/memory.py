@@ -18,7 +18,7 @@ from aioengine.scheduler.cache_layout import CacheLayout
 logger = logging.getLogger("aioengine")
 
 FALLBACK_MEMORY_BYTES = 8 * 2**30
-"""Taken for the machine's memory where the system does not tell it."""
+"""Taken for the machine's memory where the system does not report it."""
 
 
 def num_kv_blocks(
@@ -133,7 +133,7 @@ def available_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/c
 def return_freed_memory() -> None:
     """Let the C library give freed pages back to the system: it keeps them where it thinks that they will be wanted.
 
-    Of each thread's memory glibc keeps the end all the same, up to 64 MiB. Does nothing where it cannot be told so.
+    Of each thread's memory glibc keeps the end all the same, up to 64 MiB. Does nothing without glibc.
     Takes milliseconds: not for the loop.
     """
     with contextlib.suppress(OSError, AttributeError, TypeError):
@@ -147,7 +147,7 @@ used and are given up first."""
 
 
 def _cgroups_available(proc: Path, cgroups: Path) -> Iterator[int]:
-    """What each group that this process is in leaves; nothing of groups without a limit."""
+    """Yield the bytes that each of this process's groups leaves; groups without a limit are left out."""
     for line in _read(proc / "self" / "cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":

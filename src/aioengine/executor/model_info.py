@@ -1,4 +1,4 @@
-"""What a model would need and what would fit beside it, from its config and, where they are here, its files' headers.
+"""The memory that a model would need, and how much would fit beside it, by its config and its files' headers.
 
 No weights are read but for a small matrix of each quantised format, which shows how all of them are encoded.
 """
@@ -39,13 +39,13 @@ OF_EXPERTS = ".experts."
 """In the names of tensors of which a token uses a share: the expert that all tokens share is called otherwise."""
 
 SHORTEST, STEP = 1024, 4
-"""Lengths of which it is said how many fit: the first, and by how much the next is longer."""
+"""Lengths for which the number of fitting sequences is counted: the first, and the factor to the next."""
 
 MOST_A_BYTE = 4
 """Parameters in a byte, where the layout is unknown: no format that a config.json names has fewer than two bits."""
 
 UNSTATED_DTYPE = "bfloat16"
-"""Of weights that are not here, where config.json does not state theirs: what most are published in."""
+"""The dtype of weights that are not here, where config.json states none: most are published in it."""
 
 
 class FormatInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,16 +79,16 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What `read_model_info` finds.
+    """The findings of `read_model_info`.
 
     Attributes:
         folder: where the model is.
         path: "native" or "transformers"; why: it is taken.
         num_active_parameters: those that a token's step uses, fewer than ``num_parameters`` in a mixture of experts;
             with the whole embedding, though a token reads a row of it. All, where transformers' code is what runs.
-        formats: of the tensors in the files; none where there are no files of weights, and the config says all.
-        weight_bytes: of the weights as they are kept on the device. None: the files would tell in which layout they
-            are quantised, and there are none; then nothing is said of what fits.
+        formats: of the tensors in the files; none where there are no files of weights, and the config has all.
+        weight_bytes: of the weights as they are kept on the device. None: the layout of quantised weights is only in
+            the files, and there are none; then nothing is known of what fits.
         device: "cpu" or "cuda".
         memory_bytes: for all. kv_cache_bytes: of it for the KV cache, by the config's shares.
         num_kv_blocks: of ``block_size`` tokens in a group of layers.
@@ -121,10 +121,10 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_model_info(config: EngineConfig, *, memory_bytes: int | None = None) -> ModelInfo:
-    """What an engine with this config would need, without a weight read, and nothing downloaded. Blocks: for a thread.
+    """Find what an engine with this config would need; reads no weights and downloads nothing. Blocks: for a thread.
 
     Args:
-        config: what it says of model, dtypes, path, device, lengths and memory counts.
+        config: its model, dtypes, path, device, lengths and memory count.
         memory_bytes: of the device, before the weights are loaded; None: what this machine has available, or its GPU.
     Raises:
         ModelLoadError: there is no such model here, or it cannot be run; says why.
@@ -299,7 +299,7 @@ def _put_codes(decoder: Decoder, used: dict[str, Stored], coded: Container[str])
         for name in {stored.format for stored in used.values()}.difference(FILE_DTYPES):
             matrices = [stored for stored in used.values() if stored.format == name]
             samples[name] = min(matrices, key=lambda stored: stored.num_bytes).read(files)
-            if _has_one_group(samples[name]):  # a wide one tells whether that is all inputs, or as many as these
+            if _has_one_group(samples[name]):  # the widest shows whether that is all inputs, or as many as these
                 widest = min(matrices, key=lambda stored: (-stored.shape[1], stored.num_bytes))
                 samples[name] = widest.read(files)
     for name, tensor in checkpoint_tensors(decoder.config).items():

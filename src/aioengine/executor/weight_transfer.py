@@ -23,7 +23,7 @@ class StagedTensor:
     """A tensor's bytes, as far as they have come.
 
     Attributes:
-        dtype, shape: as the first piece said.
+        dtype, shape: of the first piece.
         data: uint8, of the whole tensor, row-major and little-endian.
     """
 
@@ -52,7 +52,7 @@ class StagedTensor:
 
 
 class WeightTransfer:
-    """What was staged and neither committed nor dropped.
+    """Tensors that were staged, and neither committed nor dropped.
 
     Args:
         shapes: of the tensors that the model takes, by name.
