@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import msgspec
@@ -75,6 +76,11 @@ class Health(PlainStruct, frozen=True, kw_only=True):
     is_sleeping: bool = False
 
 
+_copy_beat: Callable[..., Health] = make_copier(
+    Beat, Health, "status", "reason", "step_age_s", "call_age_s", "idle_age_s", "beat_age_s"
+)
+
+
 def judge(beat: Beat, *, stall_after_s: float, beat_age_s: float = 0.0) -> Health:
     """ALIVE, or STALLED where the device has been at one step, or control call, for longer than ``stall_after_s``, or
     where sequences could run and no step is launched.
@@ -90,7 +96,7 @@ def judge(beat: Beat, *, stall_after_s: float, beat_age_s: float = 0.0) -> Healt
         num_able = beat.running + beat.waiting - beat.blocked
         reason = f"{num_able} sequences could run, and no step was launched for {beat.idle_age_s + beat_age_s:.1f} s: "
         reason += "a bug of the scheduler, whose state is in the log; please report it"
-    health: Health = make_copier(Beat, Health, "step_age_s", "call_age_s", "idle_age_s")(
+    return _copy_beat(
         beat,
         status="STALLED" if is_stalled else "ALIVE",
         reason=reason if is_stalled else "",
@@ -99,7 +105,6 @@ def judge(beat: Beat, *, stall_after_s: float, beat_age_s: float = 0.0) -> Healt
         idle_age_s=beat.idle_age_s + beat_age_s if beat.idle_age_s else 0.0,
         beat_age_s=beat_age_s,
     )
-    return health
 
 
 def dead(reason: str, beat: Beat) -> Health:

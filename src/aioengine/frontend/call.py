@@ -32,7 +32,13 @@ from aioengine.text.chat_input import (
 )
 from aioengine.validation import invalid, shorten, typed
 
-_copy_options: Callable[..., Incoming] = make_copier(CallOptions, Incoming)
+MADE_FIELDS = (
+    *("prompt_token_ids", "params", "seed", "max_total_tokens", "bad_words", "thinking"),
+    *("traceparent", "tracestate"),
+)
+"""Fields of a request that are made, and no options."""
+
+_copy_options: Callable[..., Incoming] = make_copier(CallOptions, Incoming, "params", "num_prompt_tokens")
 
 
 class Call:
@@ -158,7 +164,7 @@ class Call:
         token_ids = np.array(ids, dtype=np.int32)
         token_ids.flags.writeable = False
         room = limit + 1 - len(ids)
-        request = make_copier(type(self.options), self.options.request_type)(
+        request = make_copier(type(self.options), self.options.request_type, *MADE_FIELDS)(
             self.options,
             prompt_token_ids=token_ids,
             params=with_constraint(params, plan),
@@ -166,7 +172,8 @@ class Call:
             max_total_tokens=len(ids) + (room if params.max_tokens is None else min(params.max_tokens, room)),
             bad_words=runtime.require_tokenizer().encode_bad_words(params.bad_words) if params.bad_words else (),
             thinking=plan.thinking,
-            **trace,
+            traceparent=trace.get("traceparent", ""),
+            tracestate=trace.get("tracestate", ""),
         )
         return text, runtime.core.make_sequence(request), plan
 

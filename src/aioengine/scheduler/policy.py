@@ -207,7 +207,7 @@ class Incoming(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         return _copy_request(request, num_prompt_tokens=len(request.prompt_token_ids))
 
 
-_copy_request: Callable[..., Incoming] = make_copier(Request, Incoming)
+_copy_request: Callable[..., Incoming] = make_copier(Request, Incoming, "num_prompt_tokens")
 
 
 class Policy:

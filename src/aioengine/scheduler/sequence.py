@@ -90,23 +90,23 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=Fal
 
 @functools.cache
 def make_copier(source: type[msgspec.Struct], kind: type[StructT], *given: str) -> Callable[..., StructT]:
-    """A function ``copy(struct, **others)``: a ``kind`` of the fields of the same names and ``others``.
+    """A function ``copy(struct, *, given...)``: a ``kind`` of the fields of the same names, and of those given.
 
     A field that is None gets the default of ``kind``. The function is compiled, as dataclasses compiles ``__init__``:
     looking the names up at each call takes a microsecond and more.
 
     Args:
-        given: the common names that ``others`` always has.
+        given: the fields of ``kind`` that the caller always gives.
     """
     defaults = {field.name: field.default for field in msgspec.structs.fields(kind)}
     names: dict[str, Any] = {"kind": kind}
-    copies = ["**others"]
+    copies = [f"{name}={name}" for name in given]
     for name in [name for name in source.__struct_fields__ if name in defaults and name not in given]:
         copies.append(f"{name}=struct.{name}")
         if defaults[name] is not msgspec.NODEFAULT:
             names[f"_{name}"] = defaults[name]
             copies[-1] += f" if struct.{name} is not None else _{name}"
-    copy: Callable[..., StructT] = eval(f"lambda struct, **others: kind({', '.join(copies)})", names)
+    copy: Callable[..., StructT] = eval(f"lambda struct, *, {', '.join(given)}: kind({', '.join(copies)})", names)
     return copy
 
 
@@ -338,5 +338,8 @@ def _row_sampling(
 
 
 _copy_to_row: Callable[..., RowSampling] = make_copier(
-    SamplingParams, RowSampling, "top_k", "seed", "logit_bias", "bad_words", "logits_processors", "logprobs"
+    SamplingParams,
+    RowSampling,
+    *("top_k", "seed", "num_choices", "ignores_end", "stop_ids", "logit_bias", "bad_words", "logits_processors"),
+    *("grammar", "logprobs"),
 )
