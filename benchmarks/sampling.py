@@ -89,7 +89,7 @@ class Steps:
         length = NUM_PROMPT + NUM_OUTPUT
         self._raw = raw
         self._num_touched = num_using
-        self._batch = Batch(max_num_seqs=num_rows, vocab_size=vocab, tile=1)
+        self._batch = Batch(max_num_seqs=num_rows, vocab_size=vocab, max_tokens=4096, tile=1)
         history = torch.from_numpy(random.integers(0, vocab, (num_rows, length + 1), np.int32))
         self._sampler = Sampler(operations, history, vocab)
         self._words = np.zeros(num_fixed_words(num_rows), np.int32)
@@ -131,7 +131,13 @@ class Steps:
         start = time.thread_time()
         step, _ = self._batch.step(self._plan, self._fixed, ExtraWords(), {})
         on_device = self._on_device
-        samples = SampleTensors(on_device.samples, on_device.sample_of_row, on_device.scored_rows, on_device.kept)
+        samples = SampleTensors(
+            on_device.samples,
+            on_device.sample_of_row,
+            on_device.scored_rows,
+            on_device.kept,
+            on_device.processed_samples,
+        )
         out = DeviceOutputs(torch.empty(step.sizes.num_words, dtype=torch.int32), step.sizes)
         process = (lambda given: run_processors(given, self._batch.processed_rows(step))) if step.processed else None
         self._sampler.sample(logits, samples, step.features, out, process)
