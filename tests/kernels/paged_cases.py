@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from kernels import harness
-from kernels.harness import DEVICE
+from kernels.harness import DEVICE, int32
 from torch import Tensor
 
 from aioengine.kernels.operations import PagedKV
@@ -17,6 +18,9 @@ from aioengine.kernels.torch.quantized import quantize_lines, read_lines
 
 NO_BLOCK = 2**31 - 1
 """In a table: far outside any cache, so that reading it ends the process."""
+
+
+PrefillTile = Callable[[int, int, int], int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +78,40 @@ def paged_case(
         values=[each[1] for each in dense],
         out=torch.full_like(q, float("nan")),
     )
+
+
+def decode_case(seed: int, contexts: list[int], window: int | None = None, **sizes: Any) -> tuple[PagedCase, Tensor]:
+    """Rows in reverse, padding in their midst; a token before those of the decodes, and two after, are no decode's."""
+    spans = [(0 if window is None else max(context - window, 0), context) for context in contexts]
+    case = paged_case(seed, spans, num_tokens=len(contexts) + 4, **sizes)
+    lines = [[row, 0, context] for row, context in enumerate(contexts)][::-1]
+    lines.insert(1, [-1, 0, 77])
+    for token, line in enumerate(lines, 1):
+        line[1] = token
+    return case, int32(lines)
+
+
+def prefill_case(
+    seed: int,
+    chunks: list[tuple[int, int]],
+    window: int | None = None,
+    *,
+    prefill_tile: PrefillTile,
+    heads: int = 2,
+    **sizes: Any,
+) -> tuple[PagedCase, Tensor]:
+    """Rows with chunks of their prompts: position of the first token, number of tokens. Tiles in any order, with one of
+    padding; two tokens before the rows', and one after, are no row's."""
+    spans = [(0 if window is None else max(first + 1 - window, 0), first + count) for first, count in chunks]
+    case = paged_case(seed, spans, num_tokens=sum(count for _, count in chunks) + 3, heads=heads, **sizes)
+    longest = prefill_tile(heads, case.k_cache.shape[2], case.q.shape[2])
+    tiles, token = [[-1, 0, 5, 0]], 2
+    for row, (first, count) in enumerate(chunks):
+        for begin in range(0, count, longest):
+            tiles.append([row, token + begin, min(longest, count - begin), first + begin])
+        token += count
+    random.Random(seed).shuffle(tiles)
+    return case, int32(tiles)
 
 
 def attend(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from kernels.harness import DEVICE, FLOAT8, int32, make_conversions_right, quiet_numpy
-from kernels.paged_cases import WITH_EXTRAS, PagedCase, assert_close, attend, extras_of, paged_case
+from kernels.paged_cases import WITH_EXTRAS, PagedCase, assert_close, attend, decode_case, extras_of
 from nightly import nightly
 from torch import Tensor
 
@@ -27,22 +27,6 @@ pytestmark = quiet_numpy
 @pytest.fixture(autouse=True)
 def right_conversions(monkeypatch: pytest.MonkeyPatch) -> None:
     make_conversions_right(monkeypatch)
-
-
-def decodes_of(contexts: list[int], first_token: int = 0) -> Tensor:
-    """Of rows in reverse, with padding in their midst; ``first_token`` and those after it."""
-    lines = [[row, 0, context] for row, context in enumerate(contexts)][::-1]
-    lines.insert(1, [-1, 0, 0])
-    for token, line in enumerate(lines, first_token):
-        line[1] = token
-    return int32(lines)
-
-
-def case_of(seed: int, contexts: list[int], window: int | None = None, **sizes: Any) -> tuple[PagedCase, Tensor]:
-    """One more token before those of the decodes, and two after: they are to be left alone."""
-    spans = [(0 if window is None else max(context - window, 0), context) for context in contexts]
-    case = paged_case(seed, spans, num_tokens=len(contexts) + 4, **sizes)
-    return case, decodes_of(contexts, first_token=1)
 
 
 def assert_is_the_oracles(case: PagedCase, decodes: Tensor, **keywords: Any) -> None:
@@ -80,26 +64,26 @@ def test_attends_to_all_keys(
     heads: int, kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype, num_splits: int
 ) -> None:
     sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "block_size": block_size, "dtype": dtype}
-    case, decodes = case_of(heads, CONTEXTS[:3] if dtype == FP32 else CONTEXTS, **sizes)
+    case, decodes = decode_case(heads, CONTEXTS[:3] if dtype == FP32 else CONTEXTS, **sizes)
     assert_is_the_oracles(case, decodes, num_splits=num_splits)
 
 
 @pytest.mark.parametrize("window", [1, 33, 64, 200, 1 << 40])
 @pytest.mark.parametrize("num_splits", [1, 4])
 def test_nothing_before_the_window_is_read(num_splits: int, window: int) -> None:
-    case, decodes = case_of(window, [200, 31], window, heads=2, kv_heads=1, block_size=8, dtype=FP16)
+    case, decodes = decode_case(window, [200, 31], window, heads=2, kv_heads=1, block_size=8, dtype=FP16)
     assert_is_the_oracles(case, decodes, window=window, num_splits=num_splits)
 
 
 @pytest.mark.parametrize("dtype", [FP32, FP16, BF16], ids=str)
 @pytest.mark.parametrize("num_splits", [1, 2])
 def test_float8_caches(num_splits: int, dtype: torch.dtype) -> None:
-    case, decodes = case_of(6, [140, 17], heads=2, kv_heads=1, head_dim=80, dtype=dtype, cache_dtype=FLOAT8)
+    case, decodes = decode_case(6, [140, 17], heads=2, kv_heads=1, head_dim=80, dtype=dtype, cache_dtype=FLOAT8)
     assert_is_the_oracles(case, decodes, num_splits=num_splits)
 
 
 def test_every_float8_is_read_as_what_it_is() -> None:
-    case, _ = case_of(0, [1], cache_dtype=FLOAT8, kv_heads=1, head_dim=256)
+    case, _ = decode_case(0, [1], cache_dtype=FLOAT8, kv_heads=1, head_dim=256)
     codes = torch.arange(256).to(torch.uint8)
     codes[[0x7F, 0xFF]] = 0  # NaN
     slot = case.block_tables[0, 0]
@@ -112,14 +96,14 @@ def test_every_float8_is_read_as_what_it_is() -> None:
 @pytest.mark.parametrize("num_splits", [*nightly(2), 5, *nightly(40)])
 def test_any_number_of_splits_serves_any_context(num_splits: int) -> None:
     """As in a CUDA graph, where it is fixed: contexts shorter than the splits leave some empty."""
-    case, decodes = case_of(num_splits, [1, 33, 600], heads=1, kv_heads=1, head_dim=128)
+    case, decodes = decode_case(num_splits, [1, 33, 600], heads=1, kv_heads=1, head_dim=128)
     assert_is_the_oracles(case, decodes, num_splits=num_splits, max_context=2048)
 
 
 @pytest.mark.nightly
 def test_the_highest_score_may_be_in_any_split() -> None:
     """More splits than are combined at once, and one key that outweighs the others: in the last, and in the first."""
-    case, decodes = case_of(9, [600, 600], heads=1, kv_heads=1, head_dim=128)
+    case, decodes = decode_case(9, [600, 600], heads=1, kv_heads=1, head_dim=128)
     for row, position in ((0, 599), (1, 0)):
         token = int(decodes[decodes[:, 0] == row][0, 1])
         case.k_cache[case.block_tables[row, position // 16], position % 16, 0] = case.q[token, 0]
@@ -127,7 +111,7 @@ def test_the_highest_score_may_be_in_any_split() -> None:
 
 
 def test_scores_may_be_large() -> None:
-    case, decodes = case_of(8, [90, 40], heads=2, kv_heads=1)
+    case, decodes = decode_case(8, [90, 40], heads=2, kv_heads=1)
     for num_splits in (1, 3):
         assert_is_the_oracles(case, decodes, scale=300.0, num_splits=num_splits)
 
@@ -138,7 +122,7 @@ def test_a_cache_may_have_more_than_2_31_values() -> None:
     cache = torch.empty((blocks, 256, 1, 256), dtype=FLOAT8, device=DEVICE)
     values = torch.randn((2, 3, 256), generator=torch.Generator().manual_seed(0)).to(DEVICE)
     cache[blocks - 1, :3, 0] = values[0].to(FLOAT8)
-    case, _ = case_of(0, [3], head_dim=256, kv_heads=1)
+    case, _ = decode_case(0, [3], head_dim=256, kv_heads=1)
     tables = int32([[blocks - 1]])
     decodes = int32([[0, 1, 3]])
     expected = case.out.clone()
@@ -153,21 +137,21 @@ def test_a_cache_may_have_more_than_2_31_values() -> None:
 @pytest.mark.parametrize("num_splits", [*nightly(1), 3])
 def test_scores_are_capped_and_summed_with_sinks(num_splits: int, window: int | None, extras: tuple[str, ...]) -> None:
     sizes: dict[str, Any] = {"heads": 6, "kv_heads": 2, "block_size": 8}
-    case, decodes = case_of(5, [200, 1, 40], window, **sizes, dtype=FP32 if window else FP16)
+    case, decodes = decode_case(5, [200, 1, 40], window, **sizes, dtype=FP32 if window else FP16)
     assert_is_the_oracles(case, decodes, window=window, num_splits=num_splits, **extras_of(6, *extras))
 
 
 @pytest.mark.parametrize("num_splits", [*nightly(1), 3])
 @pytest.mark.parametrize("sink", [-1e4, 200.0, -torch.inf])
 def test_a_sink_may_be_far_from_all_scores(num_splits: int, sink: float) -> None:
-    case, decodes = case_of(5, [200, 1])
+    case, decodes = decode_case(5, [200, 1])
     sinks = torch.full((4,), sink, device=DEVICE)
     assert_is_the_oracles(case, decodes, num_splits=num_splits, sinks=sinks)
 
 
 @pytest.mark.parametrize(("num_splits", "max_context"), [(1, 256), (2, 256), (2, 0)])
 def test_padding_alone_becomes_zeros(num_splits: int, max_context: int) -> None:
-    case, _ = case_of(1, [5], dtype=BF16)
+    case, _ = decode_case(1, [5], dtype=BF16)
     decodes = int32([[-1, 2, 0], [-1, 0, 77]])
     keywords = {**KEYWORDS, "num_splits": num_splits, "max_context": max_context}
     attend(attend_decode, case, decodes, case.out, **keywords)

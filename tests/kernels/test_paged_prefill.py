@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-import random
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from kernels.harness import DEVICE, FLOAT8, int32, make_conversions_right, quiet_numpy
-from kernels.paged_cases import EXTRAS, WITH_EXTRAS, PagedCase, assert_close, attend, extras_of, paged_case
+from kernels import paged_cases
+from kernels.harness import DEVICE, FLOAT8, make_conversions_right, quiet_numpy
+from kernels.paged_cases import EXTRAS, WITH_EXTRAS, PagedCase, assert_close, attend, extras_of
 from nightly import nightly
 from torch import Tensor
 
@@ -27,22 +28,7 @@ def right_conversions(monkeypatch: pytest.MonkeyPatch) -> None:
     make_conversions_right(monkeypatch)
 
 
-def case_of(
-    seed: int, chunks: list[tuple[int, int]], window: int | None = None, *, heads: int = 2, **sizes: Any
-) -> tuple[PagedCase, Tensor]:
-    """Rows with chunks of their prompts: position of the first token, number of tokens. Tiles in any order, with one of
-    padding; two tokens before the rows', and one after, are no row's."""
-    spans = [(0 if window is None else max(first + 1 - window, 0), first + count) for first, count in chunks]
-    num_tokens = sum(count for _, count in chunks)
-    case = paged_case(seed, spans, num_tokens=num_tokens + 3, heads=heads, **sizes)
-    longest = prefill_tile(heads, case.k_cache.shape[2], case.q.shape[2])
-    tiles, token = [[-1, 0, 5, 0]], 2
-    for row, (first, count) in enumerate(chunks):
-        for begin in range(0, count, longest):
-            tiles.append([row, token + begin, min(longest, count - begin), first + begin])
-        token += count
-    random.Random(seed).shuffle(tiles)
-    return case, int32(tiles)
+prefill_case = partial(paged_cases.prefill_case, prefill_tile=prefill_tile)
 
 
 def assert_is_the_oracles(case: PagedCase, tiles: Tensor, **keywords: Any) -> None:
@@ -77,29 +63,29 @@ def test_attends_to_the_keys_before(
     heads: int, kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype, chunks: list[tuple[int, int]]
 ) -> None:
     sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "block_size": block_size, "dtype": dtype}
-    case, tiles = case_of(heads, chunks, **sizes)
+    case, tiles = prefill_case(heads, chunks, **sizes)
     assert_is_the_oracles(case, tiles)
 
 
 @pytest.mark.parametrize("window", [1, 33, *nightly(16, 64, 150, 500)])
 def test_nothing_before_the_window_is_read(window: int) -> None:
-    case, tiles = case_of(window, [(190, 80), (0, 66), (40, 2)], window, kv_heads=1, block_size=8, dtype=FP16)
+    case, tiles = prefill_case(window, [(190, 80), (0, 66), (40, 2)], window, kv_heads=1, block_size=8, dtype=FP16)
     assert_is_the_oracles(case, tiles, window=window)
 
 
 def test_a_windows_parts_of_a_tile_are_small_in_float32() -> None:
-    case, tiles = case_of(3, [(50, 9)], 20, kv_heads=1, block_size=4)
+    case, tiles = prefill_case(3, [(50, 9)], 20, kv_heads=1, block_size=4)
     assert_is_the_oracles(case, tiles, window=20)
 
 
 @pytest.mark.parametrize("dtype", [FP32, FP16, BF16], ids=str)
 def test_float8_caches(dtype: torch.dtype) -> None:
-    case, tiles = case_of(6, [(70, 4)], dtype=dtype, cache_dtype=FLOAT8, kv_heads=1, head_dim=80)
+    case, tiles = prefill_case(6, [(70, 4)], dtype=dtype, cache_dtype=FLOAT8, kv_heads=1, head_dim=80)
     assert_is_the_oracles(case, tiles)
 
 
 def test_scores_may_be_large() -> None:
-    case, tiles = case_of(8, [(70, 4)], kv_heads=1)
+    case, tiles = prefill_case(8, [(70, 4)], kv_heads=1)
     assert_is_the_oracles(case, tiles, scale=300.0)
 
 
@@ -107,13 +93,13 @@ def test_scores_may_be_large() -> None:
 @pytest.mark.parametrize("window", [None, 20])
 def test_scores_are_capped_and_summed_with_sinks(window: int | None, extras: tuple[str, ...]) -> None:
     sizes: dict[str, Any] = {"heads": 6, "kv_heads": 2, "block_size": 8}
-    case, tiles = case_of(5, [(50, 9), (0, 3)], window, **sizes, dtype=FP32 if window else FP16)
+    case, tiles = prefill_case(5, [(50, 9), (0, 3)], window, **sizes, dtype=FP32 if window else FP16)
     assert_is_the_oracles(case, tiles, window=window, **extras_of(6, *extras))
 
 
 @pytest.mark.parametrize("sink", [-1e4, 200.0, -torch.inf])
 def test_a_sink_may_be_far_from_all_scores(sink: float) -> None:
-    case, tiles = case_of(5, [(50, 9)], 20)
+    case, tiles = prefill_case(5, [(50, 9)], 20)
     assert_is_the_oracles(case, tiles, window=20, sinks=torch.full((2,), sink, device=DEVICE))
 
 
@@ -131,7 +117,7 @@ def test_a_tile_times_its_heads_fills_the_matrix_units(heads: int, kv_heads: int
 def test_the_oracle_is_torchs_own(seed: int) -> None:
     window, scale, begin = [None, 5][seed % 2], 0.2 + seed, [0, 30][seed // 2 % 2]
     count = 7 + 10 * seed
-    case, tiles = case_of(seed, [(begin, count)], window, heads=6, kv_heads=2, block_size=3)
+    case, tiles = prefill_case(seed, [(begin, count)], window, heads=6, kv_heads=2, block_size=3)
     attend(reference.attend_prefill, case, tiles, case.out, **{**KEYWORDS, "scale": scale, "window": window})
     k, v = case.keys[0], case.values[0]
     ages = torch.arange(len(k) - count, len(k))[:, None] - torch.arange(len(k))
@@ -145,7 +131,7 @@ def test_the_oracle_is_torchs_own(seed: int) -> None:
 
 @pytest.mark.parametrize("soft_cap", [0.5, 3.0])
 def test_the_oracle_caps_scores_by_tanh(soft_cap: float) -> None:
-    case, tiles = case_of(0, [(0, 2)], heads=1, kv_heads=1)
+    case, tiles = prefill_case(0, [(0, 2)], heads=1, kv_heads=1)
     attend(reference.attend_prefill, case, tiles, case.out, **KEYWORDS, soft_cap=soft_cap)
     k, v = case.keys[0][:, 0], case.values[0][:, 0]
     scores = k @ case.q[3, 0].double() * KEYWORDS["scale"]
@@ -156,7 +142,7 @@ def test_the_oracle_caps_scores_by_tanh(soft_cap: float) -> None:
 @pytest.mark.parametrize("window", [None, 3])
 def test_the_oracles_sinks_are_what_the_paper_writes(window: int | None) -> None:
     """A sink is a share of the sum that goes to no value."""
-    case, tiles = case_of(0, [(0, 5)], heads=2, kv_heads=1)
+    case, tiles = prefill_case(0, [(0, 5)], heads=2, kv_heads=1)
     extras = extras_of(2, *EXTRAS)
     attend(reference.attend_prefill, case, tiles, case.out, **{**KEYWORDS, "window": window}, **extras)
     k, v = case.keys[0][:, 0], case.values[0][:, 0]
@@ -175,7 +161,7 @@ def test_the_oracles_decode_is_its_prefill(seed: int) -> None:
     """Of a token at a time, whatever the splits."""
     keywords = {**KEYWORDS, "window": [None, 4][seed % 2], "scale": 0.2 * (1 + seed)}
     keywords |= extras_of(2, *EXTRAS) if seed % 2 else {}
-    case, tiles = case_of(seed, [(0, 30), (50, 3)], cache_dtype=FLOAT8)
+    case, tiles = prefill_case(seed, [(0, 30), (50, 3)], cache_dtype=FLOAT8)
     attend(reference.attend_prefill, case, tiles, case.out, **keywords)
     tokens = [(0, token, token - 1) for token in range(2, 32)] + [
         (1, token, 50 + token - 31) for token in range(32, 35)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from kernels import paged_cases
 from kernels.harness import assert_same, int32, native
-from kernels.paged_cases import WITH_EXTRAS, PagedCase, assert_close, attend, extras_of, paged_case
+from kernels.paged_cases import WITH_EXTRAS, PagedCase, assert_close, attend, decode_case, extras_of
 from torch import Tensor
 
 from aioengine.errors import InternalError
@@ -25,15 +26,7 @@ KEYWORDS: dict[str, Any] = {"scale": 0.11, "window": None, "num_splits": 1, "max
 CONTEXTS = [123, 1, 7, 64, 65]
 
 
-def decode_case(seed: int, contexts: list[int], window: int | None = None, **sizes: Any) -> tuple[PagedCase, Tensor]:
-    """Rows in reverse, padding in their midst; a token before those of the decodes, and two after, are no decode's."""
-    spans = [(0 if window is None else max(context - window, 0), context) for context in contexts]
-    case = paged_case(seed, spans, num_tokens=len(contexts) + 4, **sizes)
-    lines = [[row, 0, context] for row, context in enumerate(contexts)][::-1]
-    lines.insert(1, [-1, 0, 77])
-    for token, line in enumerate(lines, 1):
-        line[1] = token
-    return case, int32(lines)
+prefill_case = partial(paged_cases.prefill_case, prefill_tile=lambda *sizes: native.prefill_tile(*sizes))
 
 
 def attend_decode(team: Team, case: PagedCase, decodes: Tensor, **keywords: Any) -> Tensor:
@@ -171,23 +164,6 @@ INT8_SIZES = pytest.mark.parametrize(
 def test_a_decode_reads_an_int8_cache(teams: list[Team], sizes: dict[str, Any], window: int | None) -> None:
     case, decodes = decode_case(sizes["heads"], [600, *CONTEXTS], window, **sizes, cache_dtype=torch.int8)
     assert_decodes(teams, case, decodes, window=window, soft_cap=None if window is None else 3.0)
-
-
-def prefill_case(
-    seed: int, chunks: list[tuple[int, int]], window: int | None = None, *, heads: int = 2, **sizes: Any
-) -> tuple[PagedCase, Tensor]:
-    """Rows with chunks of their prompts: position of the first token, number of tokens. Tiles in any order, with one of
-    padding; two tokens before the rows', and one after, are no row's."""
-    spans = [(0 if window is None else max(first + 1 - window, 0), first + count) for first, count in chunks]
-    case = paged_case(seed, spans, num_tokens=sum(count for _, count in chunks) + 3, heads=heads, **sizes)
-    longest = native.prefill_tile(heads, case.k_cache.shape[2], case.q.shape[2])
-    tiles, token = [[-1, 0, 5, 0]], 2
-    for row, (first, count) in enumerate(chunks):
-        for begin in range(0, count, longest):
-            tiles.append([row, token + begin, min(longest, count - begin), first + begin])
-        token += count
-    random.Random(seed).shuffle(tiles)
-    return case, int32(tiles)
 
 
 def assert_prefills(teams: list[Team], case: PagedCase, tiles: Tensor, **keywords: Any) -> None:
