@@ -89,9 +89,9 @@ class LockstepMembers:
         self._in_flight.append((member, in_flight))
         if self.death is None:
             # Other ranks lose their connections to a killed one, and may report that before its exit is known.
-            exited = next((other for other in self.members.values() if other.exit_news is not None), None)
+            exited = next((other for other in self.members.values() if other.exit_message is not None), None)
             first = exited or member
-            self.end(first.rank, first.exit_news or str(member.core.death))
+            self.end(first.rank, first.exit_message or str(member.core.death))
         elif not self._is_ending:
             self._hand_over()
 

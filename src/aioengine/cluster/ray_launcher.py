@@ -31,7 +31,7 @@ from aioengine.models.folder import ModelFolder
 from aioengine.processes.progress import OnProgress
 from aioengine.processes.worker_threads import run_abandonable
 from aioengine.transport.addresses import pair_in, remove_private
-from aioengine.transport.backends import ATTACH_TIMEOUT_S, EXIT_NEWS_S, refuse_function
+from aioengine.transport.backends import ATTACH_TIMEOUT_S, EXIT_GRACE_S, refuse_function
 from aioengine.transport.client import RemoteCore
 from aioengine.transport.handshake import Failing, Init, Loading, Ready, start_error
 from aioengine.transport.link import Link
@@ -460,7 +460,7 @@ class InActor:
         self._has_ended.set()
         if hasattr(self, "core") and not self._is_end_expected:  # the final message comes first
             death = EngineDead(self._end_news, dump="" if fault is None else fault.dump)
-            asyncio.get_running_loop().call_later(EXIT_NEWS_S, self.core.die, death)
+            asyncio.get_running_loop().call_later(EXIT_GRACE_S, self.core.die, death)
 
     async def _news_of_end(self) -> str | None:
         """How it has ended, if that is so, or becomes known now."""

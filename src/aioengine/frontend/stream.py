@@ -50,13 +50,9 @@ class Stream(NotCopied):
     @property
     def params(self) -> SamplingParams:
         """The sampling parameters: those of the call, with the model's defaults."""
-        return self._checked.params
-
-    @property
-    def _checked(self) -> Call:
         if not self._call.is_checked:
             raise RuntimeError("the engine was still starting: enter the stream first, which waits for it")
-        return self._call
+        return self._call.params
 
     async def __aenter__(self) -> Self:
         if self._is_entered:

@@ -144,7 +144,7 @@ ATTACH_TIMEOUT_S = 30.0
 MIN_SILENCE_S = 15.0
 """An engine that starts sends a message each second, and less often while an import or another program holds it up."""
 
-EXIT_NEWS_S = 0.05
+EXIT_GRACE_S = 0.05
 """The end of a connection and that of a process are distinguished if the second is known so soon after the first."""
 
 
@@ -228,10 +228,10 @@ class InChild:
                 self._served_at, None, Attached, name="its parent", timeout_s=ATTACH_TIMEOUT_S
             )
         except AioEngineError as error:  # its end, where there is one, is the cause
-            exit_news = await self._soon_exit_news()
-            if exit_news is None:
+            exit_message = await self._describe_exit_soon()
+            if exit_message is None:
                 raise
-            raise EngineDead(exit_news) from error
+            raise EngineDead(exit_message) from error
         self.core = RemoteCore(
             self._link,
             attached,
@@ -241,8 +241,8 @@ class InChild:
             describe_cut=self._describe_cut,
             logs_stats=True,
         )
-        if self.exit_news is not None:  # meanwhile
-            self.core.die(EngineDead(self.exit_news))
+        if self.exit_message is not None:  # meanwhile
+            self.core.die(EngineDead(self.exit_message))
         if not self.shared_address:  # from now on this process may be killed and leaves no file
             await self._worker.run(remove_private, None, self._served_at)
 
@@ -303,20 +303,20 @@ class InChild:
         return f"pid {self._child.pid}" if self._child is not None else ""
 
     @property
-    def exit_news(self) -> str | None:
+    def exit_message(self) -> str | None:
         """How its process has ended, if it has."""
         return self._exits[0] if self._exits else None
 
-    async def _soon_exit_news(self) -> str | None:
+    async def _describe_exit_soon(self) -> str | None:
         """How its process has ended, if that is so, or becomes known now."""
         assert self._child is not None
-        with anyio.move_on_after(EXIT_NEWS_S):
+        with anyio.move_on_after(EXIT_GRACE_S):
             await self._child.wait()
         return None if self._child.returncode is None else self._child.describe_exit()
 
     async def _describe_cut(self) -> str:
         still = f"the connection to its process ({self.where}) was cut, and that is still there"
-        return await self._soon_exit_news() or still
+        return await self._describe_exit_soon() or still
 
     def _take_exit(self) -> None:
         if self._child is not None and self._handshake is not None:
@@ -326,7 +326,7 @@ class InChild:
                 # Its connection may stay open, as when something that it has started holds that. Its final message
                 # comes first.
                 death = EngineDead(self._exits[0])
-                asyncio.get_running_loop().call_later(EXIT_NEWS_S, self.core.die, death)
+                asyncio.get_running_loop().call_later(EXIT_GRACE_S, self.core.die, death)
 
     # The end
 
