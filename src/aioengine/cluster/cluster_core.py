@@ -191,20 +191,16 @@ class ClusterCore:
         """Sequences of a replica that is lost wait for another one, the oldest first."""
         going_on: list[Sequence] = []
         for sequence in sequences:
-            ended = self._end_of(sequence)
-            if ended is not None:  # with its last token, whose message was the last that came
-                sequence.finish_reason, sequence.stop_reason = ended
+            reason, stop_reason = None, None
+            if sequence.output_ids:
+                reason, stop_reason = sequence.check_stop(sequence.output_ids[-1], frozenset(self.eos_token_ids))
+            if reason is not None:  # with its last token, whose message was the last that came
+                sequence.finish_reason, sequence.stop_reason = reason, stop_reason
                 self._end(sequence)
             else:
                 replica.num_moved += 1 + len(sequence.children)
                 going_on.append(sequence)
         self.placing.add_again(going_on)
-
-    def _end_of(self, sequence: Sequence) -> tuple[FinishReason, int | str | None] | None:
-        if not sequence.output_ids:
-            return None
-        reason, stop_reason = sequence.check_stop(sequence.output_ids[-1], frozenset(self.eos_token_ids))
-        return None if reason is None else (reason, stop_reason)
 
     # What callers do
 
@@ -253,19 +249,14 @@ class ClusterCore:
         self.placing.add(sequence)
 
     def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
-        head = self._pending_head(sequence)
-        if head is not None:
+        pending = self.placing.pending
+        head = sequence if sequence in pending else next((each for each in pending if sequence in each.children), None)
+        if head is not None:  # it is pending, or is a child of one that is
             self._finish_pending(head, sequence, reason, stop_reason)
         elif (core := self.placing.core_of.get(sequence)) is not None:
             core.finish(sequence, reason, stop_reason)
         else:
             self._endings.report(sequence.order)
-
-    def _pending_head(self, sequence: Sequence) -> Sequence | None:
-        """The pending sequence that is this one, or has it as a child."""
-        if sequence in self.placing.pending:
-            return sequence
-        return next((head for head in self.placing.pending if sequence in head.children), None)
 
     def _finish_pending(
         self, head: Sequence, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None

@@ -14,6 +14,7 @@ import anyio
 import msgspec
 
 from aioengine.cluster.coordinator_messages import (
+    CALL_DECODER,
     AttachedToCluster,
     ClusterCall,
     Counts,
@@ -25,7 +26,6 @@ from aioengine.cluster.coordinator_messages import (
     RestartReplicas,
     Scale,
     ToCoordinator,
-    unpack_call,
 )
 from aioengine.config import EngineConfig, ReplicaOptions
 from aioengine.errors import AioEngineError, WireError
@@ -265,7 +265,7 @@ class Coordinator(PeerServer[FrontEndSession]):
         self._note_change()
 
     def unpack_call(self, raw: msgspec.Raw) -> ClusterCall:
-        return unpack_call(raw)
+        return wire.unpack(CALL_DECODER, raw, "this coordinator knows no such call")
 
     async def perform_call(self, session: FrontEndSession, call: ClusterCall) -> Any:
         match call:
@@ -274,16 +274,13 @@ class Coordinator(PeerServer[FrontEndSession]):
             case RestartReplicas():
                 await self._cluster.restart()
             case Reserve():
-                return await self._reserve(session)
+                rank = await self.reserve(session.index)
+                if session.is_over:
+                    self.release(rank, session.index)
+                return rank
             case Release():
                 self.release(call.rank, session.index)
         return None
-
-    async def _reserve(self, session: FrontEndSession) -> int:
-        rank = await self.reserve(session.index)
-        if session.is_over:
-            self.release(rank, session.index)
-        return rank
 
 
 def _away(members: Membership) -> set[int]:

@@ -119,12 +119,7 @@ class Release(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
 
 ClusterCall = Scale | RestartReplicas | Reserve | Release
 
-_call_decoder: msgspec.msgpack.Decoder[ClusterCall] = msgspec.msgpack.Decoder(ClusterCall)
-
-
-def unpack_call(raw: msgspec.Raw) -> ClusterCall:
-    """Raises InvalidRequest: there is no such call, or its arguments are bad."""
-    return wire.unpack(_call_decoder, raw, "this coordinator knows no such call")
+CALL_DECODER: msgspec.msgpack.Decoder[ClusterCall] = msgspec.msgpack.Decoder(ClusterCall)
 
 
 # From the coordinator

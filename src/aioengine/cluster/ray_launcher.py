@@ -16,27 +16,28 @@ import os
 import socket
 import sys
 import threading
-from typing import Any
+from typing import Any, NamedTuple
 
 import anyio
 import msgspec
 
 from aioengine.cluster.launchers import Launcher
-from aioengine.cluster.ray_actor import Introduction, ReplicaActor
 from aioengine.config import EngineConfig, ProcessOptions, ReplicaOptions
 from aioengine.core.in_process import find
 from aioengine.core.protocol import CoreHooks
 from aioengine.errors import ConfigError, EngineDead
 from aioengine.models.folder import ModelFolder
+from aioengine.processes.own_process import limit_spinning
 from aioengine.processes.progress import OnProgress
 from aioengine.processes.worker_threads import run_abandonable
 from aioengine.transport.addresses import pair_in, remove_private
 from aioengine.transport.backends import ATTACH_TIMEOUT_S, EXIT_GRACE_S, refuse_function
 from aioengine.transport.client import RemoteCore
+from aioengine.transport.engine_process import serve_init
 from aioengine.transport.handshake import Failing, Init, Loading, Ready, start_error
 from aioengine.transport.link import Link
-from aioengine.transport.security import ClientKeys, KeyPair, shared_pair
-from aioengine.transport.wire import PROTOCOL_VERSION, Attached, Fault, to_error
+from aioengine.transport.security import ClientKeys, KeyPair, ServerKeys, shared_pair
+from aioengine.transport.wire import PROTOCOL_VERSION, Attached, Fault, WireMessage, to_error, to_fault
 
 logger = logging.getLogger("aioengine")
 
@@ -50,6 +51,81 @@ HEAD_TIMEOUT_S = 5.0
 
 RELEASE_GRACE_S = 10.0
 """For calls of Ray's that a cancelled start has begun; those here take milliseconds while its head answers."""
+
+
+class Introduction(NamedTuple):
+    """Where an actor was placed.
+
+    Attributes:
+        node_id: Ray's, of its node.
+        ip: of that node, as others reach it.
+        uid: of the user that it runs as.
+        key: the public half of the pair that it made; the secret one never travels.
+    """
+
+    node_id: str
+    ip: str
+    pid: int
+    uid: int
+    key: bytes
+
+
+class ReplicaActor:
+    """An engine that Ray starts: `run` serves it; meanwhile `next_update` and `end` are called beside.
+
+    Ray runs an actor with async methods in one loop, and each call as a task of it. Errors are returned as messages:
+    Ray would wrap them.
+
+    Args:
+        log_level: of this package's logger; what it writes to stderr Ray shows in the driver's terminal.
+    """
+
+    def __init__(self, log_level: int) -> None:
+        limit_spinning()
+        logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+        logging.getLogger("aioengine").setLevel(log_level)
+        self._pair = KeyPair.make()
+        self._scope = anyio.CancelScope()
+        self._update: WireMessage | None = None
+        self._has_update = asyncio.Event()
+
+    async def introduce(self) -> Introduction:
+        """Return where this is."""
+        import ray
+
+        node_id, ip = ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
+        return Introduction(node_id, ip, os.getpid(), os.geteuid(), self._pair.public)
+
+    async def run(self, init: Init, client_key: bytes | None) -> Fault | None:
+        """Load the model and serve it until `end`; or until it dies, and return what of.
+
+        Args:
+            client_key: public, of those that may connect over tcp: this actor's driver, and further front ends that
+                have its pair. None: it serves where its driver is, by ipc.
+        """
+        keys = None if client_key is None else ServerKeys.admitting(self._pair, client_key)
+        try:
+            with self._scope:
+                await serve_init(init, keys, self._report)
+        except Exception as error:  # of plugins and executors it may be any
+            fault = to_fault(error)
+            self._report(Failing(fault))
+            return fault
+        return None
+
+    async def next_update(self) -> WireMessage | None:
+        """The newest of `Loading`, `Ready` and `Failing` that was not returned yet, once there is one."""
+        await self._has_update.wait()
+        self._has_update.clear()
+        return self._update
+
+    async def end(self) -> None:
+        """Let `run` end."""
+        self._scope.cancel()
+
+    def _report(self, update: WireMessage) -> None:
+        self._update = update
+        self._has_update.set()
 
 
 class RayLauncher(Launcher):
@@ -290,11 +366,16 @@ class InActor:
 
     def _place(self) -> None:
         import ray
+        from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         self._driver_node = ray.get_runtime_context().get_node_id()
         self._resources = self._launcher.resources()
-        group = self._given_group() or self._make_group()
+        group = self._given_group()
+        if not group:  # one bundle, on this process's node if there is room: a replica has one node by itself
+            group = self._group = placement_group(
+                [self._resources], strategy="STRICT_PACK", _soft_target_node_id=self._driver_node or None
+            )
         self._actor = (
             ray.remote(ReplicaActor)
             .options(
@@ -318,15 +399,6 @@ class InActor:
         except ValueError as error:
             raise ConfigError(f"ray_placement_group={name!r}: {error}") from error
 
-    def _make_group(self) -> Any:
-        """A group of one bundle, on this process's node if there is room; a replica has one node by itself."""
-        from ray.util.placement_group import placement_group
-
-        self._group = placement_group(
-            [self._resources], strategy="STRICT_PACK", _soft_target_node_id=self._driver_node or None
-        )
-        return self._group
-
     def _release(self) -> None:
         """Kill the actor, remove the group that was made for it and what a killed one leaves. Idempotent; once Ray is
         gone, so are they."""
@@ -348,7 +420,9 @@ class InActor:
 
     async def _introduced(self) -> Introduction:
         """Wait until the actor is there."""
-        pending = asyncio.get_running_loop().call_later(PENDING_AFTER_S, self._log_pending)
+        message = "%s waits for room in the cluster: %s on one node"
+        loop = asyncio.get_running_loop()
+        pending = loop.call_later(PENDING_AFTER_S, lambda: logger.warning(message, self._name, self._wanted()))
         try:
             introduction: Introduction = await self._answer(self._call("introduce"))
         finally:
@@ -363,7 +437,10 @@ class InActor:
         client_key = None
         # A socket in a folder is another user's where Ray was started by one.
         if node_id != self._driver_node or uid != os.geteuid():
-            pair = await self._own_pair()
+            folder = self._folder  # a pair of its own, or that of all front ends
+            pair = KeyPair.make()
+            if folder is not None:
+                pair = await self._hooks.worker.run(lambda: shared_pair(pair_in(folder)), None)
             self.keys, client_key = ClientKeys(server=key, pair=pair), pair.public
             address = f"tcp://[{ip}]:0" if ":" in ip else f"tcp://{ip}:0"
         elif address is not None:
@@ -380,25 +457,18 @@ class InActor:
         self._has_begun = True
         asyncio.wrap_future(run.future()).add_done_callback(self._on_end)
 
-    async def _own_pair(self) -> KeyPair:
-        """By which this front end connects to the actor: a pair of its own, or that of all front ends."""
-        folder = self._folder
-        if folder is None:
-            return KeyPair.make()
-        return await self._hooks.worker.run(lambda: shared_pair(pair_in(folder)), None)
-
     async def _loaded(self, on_progress: OnProgress | None) -> None:
         """Wait until it serves."""
         while True:
-            news = await self._answer(self._call("next_news"))
-            match news:
-                case Loading() if on_progress is not None and news.total:
-                    on_progress(news.done, news.total)
+            update = await self._answer(self._call("next_update"))
+            match update:
+                case Loading() if on_progress is not None and update.total:
+                    on_progress(update.done, update.total)
                 case Ready():
-                    self.address = news.address
+                    self.address = update.address
                     return
                 case Failing():
-                    raise start_error(to_error(news.fault))
+                    raise start_error(to_error(update.fault))
 
     def _call(self, method: str, *args: Any) -> Any:
         """Begin a call of the actor. → Ray's reference to what it returns.
@@ -430,9 +500,6 @@ class InActor:
             return await ref
         except ray.exceptions.RayError as error:
             raise EngineDead(f"{self._name} cannot start: {_reason(error)}") from error
-
-    def _log_pending(self) -> None:
-        logger.warning("%s waits for room in the cluster: %s on one node", self._name, self._wanted())
 
     def _wanted(self) -> str:
         return ", ".join(f"{name} {amount:g}" for name, amount in self._resources.items())
