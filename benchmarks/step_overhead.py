@@ -117,7 +117,7 @@ class Discarding:
     def leave_queue(self, num_left: int) -> None:
         pass
 
-    def on_news(self, completion: Completion) -> None:
+    def on_output(self, completion: Completion) -> None:
         pass
 
     def on_ended(self, completion: Completion) -> None:
