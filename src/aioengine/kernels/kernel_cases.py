@@ -49,7 +49,7 @@ class CaseSizes(msgspec.Struct, frozen=True, kw_only=True):
 USUAL = CaseSizes()
 ODD = CaseSizes(
     hidden=104, intermediate=72, heads=6, kv_heads=2, head_dim=40, vocab=1003, layers=1,
-    decode=7, prefill=37, context=45, long_context=123, block_size=4,
+    decode=7, prefill=37, context=45, long_context=301, block_size=4,
 )  # fmt: skip
 
 

@@ -47,7 +47,7 @@ DEADLINE_S = 60.0
 
 POLL_S = 0.1
 NUM_CHILDREN = 6
-"""Children of a first check: Triton compiles in one thread, and they share 22 compilations."""
+"""Children of a first check: Triton compiles in one thread, and they share 25 compilations."""
 
 NO_MEMORY = 75
 """Exit code of a child for which the device has no memory, which is no fault of a kernel."""
