@@ -109,7 +109,7 @@ class Pending(Generic[T]):
                 traceback.clear_frames(TRACEBACK.__get__(link))
             self._job = None
             self._end(None, error)
-            del self  # the error's traceback has this frame
+            del self, link  # the error's traceback has this frame
             return
         if isinstance(result, DeferredResult) and not self.is_launched:
             self._job = result.wait
