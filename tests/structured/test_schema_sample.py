@@ -48,6 +48,8 @@ REFUSED = {
     "pydantic tuple and set": "uniqueItems",
     "recursive reference with siblings": "circular references with sibling keys",
     "regular expression": "format: regex",
+    "json pointer": "format: json-pointer",
+    "relative uri": "format: uri-reference",
     "two of three optional ones": "minProperties",
 }
 # Their strings need a word that chance does not write. The examples of them hold.

@@ -10,7 +10,6 @@ from typing import Any
 from urllib.parse import quote
 
 from aioengine.schemas.json_pointer import resolved
-from aioengine.structured.formats import BASE64, FORMATS, FORMATS_BY_OTHER_NAMES, FORMATS_LEFT, MAX_HOSTNAME_CHARS
 from aioengine.structured.json_schema import (
     BOUNDS,
     LISTS,
@@ -31,6 +30,38 @@ NO_LIMITS = frozenset(
     {"$comment", "$schema", "default", "deprecated", "description", "examples", "readOnly", "title", "writeOnly"}
 )
 """Keywords that do not change which values fit."""
+
+_YEAR = r"(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
+_LEAP_YEAR = r"(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
+_DAY_OF_ANY_YEAR = (
+    r"(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
+    r"|02-(?:0[1-9]|1[0-9]|2[0-8]))"
+)
+_DATE = rf"(?:{_YEAR}-{_DAY_OF_ANY_YEAR}|{_LEAP_YEAR}-02-29)"
+# No leap seconds, and capital letters: what parsers of times commonly read.
+_TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,6})?(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
+BASE64 = r"^(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?$"
+_LABEL = r"[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
+MAX_HOSTNAME_CHARS = 253
+_UUID = "^[0-9A-Fa-f]{{8}}-[0-9A-Fa-f]{{4}}-{}[0-9A-Fa-f]{{3}}-[89ABab][0-9A-Fa-f]{{3}}-[0-9A-Fa-f]{{12}}$"
+
+FORMATS = {
+    "date": f"^{_DATE}$",
+    "time": f"^{_TIME}$",
+    "date-time": f"^{_DATE}T{_TIME}$",
+    "hostname": rf"^{_LABEL}(?:\.{_LABEL})*$",
+    "base64": BASE64,
+    "byte": BASE64,
+    "base64url": BASE64.replace("+/", "_-"),
+    **{f"uuid{version}": _UUID.format(version) for version in range(1, 9)},
+}
+"""Formats as patterns."""
+FORMATS_LEFT = frozenset(
+    {"duration", "email", "ipv4", "ipv6", "uri", "uuid"}
+    | {"host-name", "idn-email", "idn-hostname", "ip-address", "iri", "iri-reference", "json-pointer", "regex"}
+    | {"relative-json-pointer", "uri-reference", "uri-template"}
+)
+"""The first six are the library's; it refuses the others by name. Formats in neither table are annotations."""
 
 Node = dict[str, Any]
 
@@ -163,11 +194,10 @@ def _bound(node: Node) -> None:
 def _use_patterns(node: Node) -> None:
     """Formats as patterns, and without those that are annotations."""
     name = node.get("format")
-    if isinstance(name, str):
-        name = FORMATS_BY_OTHER_NAMES.get(name, name)
-        node["format"] = name
-        if name not in FORMATS_LEFT:
-            del node["format"]
+    if name == "url":
+        node["format"] = "uri"
+    elif isinstance(name, str) and name not in FORMATS_LEFT:
+        del node["format"]
     pattern = FORMATS.get(str(name))
     if name == "ipvanyaddress":
         node["allOf"] = [*listed(node, "allOf"), {"anyOf": [{"format": "ipv4"}, {"format": "ipv6"}]}]
