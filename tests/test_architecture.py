@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -15,7 +16,8 @@ from aioengine.executor.step_words import SECTIONS
 from aioengine.kernels.sample_rows import SampleRow
 
 ROOT = Path(__file__).parents[1]
-PAGE = (ROOT / "ARCHITECTURE.md").read_text()
+PAGES = [ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs" / "internals").glob("*.md"))]
+PAGE = "\n".join(page.read_text() for page in PAGES)
 SOURCE = ROOT / "src" / "aioengine"
 
 
@@ -38,13 +40,13 @@ def test_a_file_that_the_page_names_is_there(name: str) -> None:
     assert (SOURCE / name).is_file() or (ROOT / name).is_file() or list(SOURCE.glob(f"*/{name}"))
 
 
-def test_a_module_that_a_table_gives_to_a_room_is_there() -> None:
-    rooms = re.findall(r"^\| `([a-z]+)/` \| (.*) \|$", PAGE, flags=re.MULTILINE)
-    assert {room for room, _ in rooms} >= {"frontend", "core", "scheduler", "executor", "models", "kernels"}
-    for room, text in rooms:
+def test_a_module_that_a_rooms_docstring_names_is_there() -> None:
+    rooms = {file.parent: ast.get_docstring(ast.parse(file.read_text())) for file in SOURCE.glob("*/__init__.py")}
+    assert {room.name for room in rooms} >= {"frontend", "core", "scheduler", "executor", "models", "kernels"}
+    for room, text in rooms.items():
+        assert text, f"{room.name} says what lives in it"
         for module in re.findall(r"`([a-z_]+)`", text):
-            folder = SOURCE / room
-            assert (folder / f"{module}.py").is_file() or list(folder.glob(f"*/{module}.py")), f"{room}: {module}"
+            assert (room / f"{module}.py").is_file() or list(room.glob(f"*/{module}.py")), f"{room.name}: {module}"
 
 
 def test_the_words_of_a_step_are_counted() -> None:

@@ -32,7 +32,13 @@ ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
 FROM_VLLM = ROOT / "docs" / "from-vllm.md"
-WITH_LINKS = [*PAGES, ROOT / "ARCHITECTURE.md", *ROOT.glob("benchmarks/**/*.md"), *ROOT.glob("examples/*.md")]
+WITH_LINKS = [
+    *PAGES,
+    ROOT / "ARCHITECTURE.md",
+    *ROOT.glob("docs/internals/*.md"),
+    *ROOT.glob("benchmarks/**/*.md"),
+    *ROOT.glob("examples/*.md"),
+]
 
 BUNDLED = "http://127.0.0.1:8000"
 """Where the pages' server is; the tests' is at another port."""

@@ -1,1 +1,1 @@
-"""The engine for scripts that do not know asyncio: `aioengine.LLM` and `aioengine.LLMEngine`, in vLLM's names."""
+"""`LLM`: blocking calls from any thread to an engine on a loop in a thread of its own."""

@@ -1,4 +1,4 @@
-"""The command `aioengine`: flags are the fields of the config structs, results go to stdout, all else to stderr."""
+"""Commands; flags are made from the config structs."""
 
 import os
 

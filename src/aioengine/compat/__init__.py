@@ -1,1 +1,1 @@
-"""vLLM's `LLMEngine` and its loggers of statistics, over the engine of this package."""
+"""vLLM's `LLMEngine` (`llm_engine`), and `stat_loggers` of its form."""

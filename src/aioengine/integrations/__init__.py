@@ -1,4 +1,5 @@
-"""The engine behind other projects' interfaces: the official OpenAI client, and the LM evaluation harness.
+"""The engine behind other projects' interfaces.
 
-Each module needs a package of its own, which its error names where it is missing.
+`in_process`: an `Exchange` whose client is an object on the same loop; `openai_client`: the official clients over it;
+`lm_eval`: a model of the evaluation harness; `ray_serve`: a deployment of Ray Serve.
 """

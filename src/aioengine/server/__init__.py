@@ -1,11 +1,4 @@
-"""The HTTP API: an OpenAI-compatible app to mount in another one, or to serve.
-
-```python
-app = create_app(engine)  # Starlette: app.mount("/ai", create_app(engine)), or uvicorn.run(create_app(Engine()))
-app.add_routes(aiohttp_routes(engine, prefix="/ai"))  # aiohttp
-server = await start_server(engine, port=8000)  # in a notebook; await server.aclose()
-```
-"""
+"""The OpenAI-compatible API, to mount or to serve, see docs/internals."""
 
 from __future__ import annotations
 

@@ -1,0 +1,1 @@
+"""The core in a process of its own, see docs/internals."""
