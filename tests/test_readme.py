@@ -88,7 +88,7 @@ def by_name(page: Path) -> str:
 
 
 def test_the_pages_have_programs_files_cells_and_commands() -> None:
-    assert sum(len(programs_of(page)) for page in PAGES) == 20
+    assert sum(len(programs_of(page)) for page in PAGES) == 19
     assert sum(len(cells_of(page)) for page in PAGES) >= 11
     assert sum(len(commands_of(page)) for page in PAGES) >= 9
     assert [path for page in PAGES for path in files_of(page)] == ["my_app/workers.py"]

@@ -82,7 +82,7 @@ async def test_a_broken_connection_ends_calls_and_requests_though_the_log_raises
     pausing = tasks.start(engine.pause("wait"))
     await asyncio.sleep(0)
     assert engine._runtime is not None
-    monkeypatch.setattr(engine._runtime.core, "_acknowledge", lambda frames: frames.no_such_attribute)
+    monkeypatch.setattr(engine._runtime.core, "_take_outputs", lambda body: body.no_such_attribute)
     monkeypatch.setattr(logging.getLogger("aioengine"), "filters", [lambda record: record.no_such_attribute])
     assert [type(outcome) for outcome in await tasks.end(running, pausing)] == [EngineDead, EngineDead]
     with pytest.raises(InternalError, match="no_such_attribute"):
