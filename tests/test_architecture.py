@@ -40,12 +40,14 @@ def test_a_file_that_the_page_names_is_there(name: str) -> None:
     assert (SOURCE / name).is_file() or (ROOT / name).is_file() or list(SOURCE.glob(f"*/{name}"))
 
 
-def test_a_module_that_a_rooms_docstring_names_is_there() -> None:
+def test_a_rooms_docstring_names_its_modules_and_no_others() -> None:
     rooms = {file.parent: ast.get_docstring(ast.parse(file.read_text())) for file in SOURCE.glob("*/__init__.py")}
     assert {room.name for room in rooms} >= {"frontend", "core", "scheduler", "executor", "models", "kernels"}
     for room, text in rooms.items():
         assert text, f"{room.name} says what lives in it"
-        for module in re.findall(r"`([a-z_]+)`", text):
+        named = re.findall(r"`([a-z0-9_]+)`", text)
+        assert {file.stem for file in room.glob("*.py")} - {"__init__", *named} == set(), room.name
+        for module in named:
             assert (room / f"{module}.py").is_file() or list(room.glob(f"*/{module}.py")), f"{room.name}: {module}"
 
 

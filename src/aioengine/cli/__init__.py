@@ -1,4 +1,9 @@
-"""Commands; flags are made from the config structs."""
+"""The commands. Flags are made from the config structs and from `SamplingParams`.
+
+- `commands`: all commands. `command`: how a command reads flags, runs on a loop and ends.
+- `generate`, `chat` (with `conversation`, `terminal`, `tool_file`), `serve`, `engine`, `bench`, `info`, `kernels`: one
+  command each; the last has two, which compile kernels and check them.
+"""
 
 import os
 

@@ -38,7 +38,7 @@ class Deaths:
     num_in_row: float = 0.0
     """Deaths since its newest token, each whole or half."""
     num_alone: int = 0
-    """Those at which its replica had nothing else."""
+    """Deaths at which its replica had no other sequence."""
 
 
 class Recovery:

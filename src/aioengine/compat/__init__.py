@@ -1,1 +1,4 @@
-"""vLLM's `LLMEngine` (`llm_engine`), and `stat_loggers` of its form."""
+"""vLLM's classes over this engine.
+
+- `llm_engine`: `LLMEngine`. `stat_loggers`: loggers in vLLM's form.
+"""

@@ -1,10 +1,12 @@
-"""The loop.
+"""The loop, and the interfaces on both sides of it.
 
-`engine_core` runs it, and is what callers do to it (`control`: what is asked beside requests, each a message that
-checks itself), `named_functions` that requests and control calls name, `tracing` (spans of generations), `listener` is
-what follows a sequence, `observers` what sees each step, `health` judges beats. `grammars` compiles what requests ask
-for, in threads, each once; what may take long in a lane of its own, in which tenants take turns. `in_process`: the
-backend for this process, whose executor is made by a table that the package's root fills (`executor_makers`).
-`protocol`: what the caller's side asks of a core, wherever it runs (`Core`, `Backend`). `executor_protocol`: what the
-core asks of a device, and of the group that it steps with.
+- `engine_core`: finish, apply, schedule, launch, publish; and the calls of front ends.
+- `protocol`: what a front end asks of a core, wherever the core runs. `executor_protocol`: what a core asks of a
+  device, and of the group that it steps with.
+- `control`: control calls, each a message that checks itself. `named_functions`: functions that calls and requests
+  name.
+- `listener`: the interface of a sequence's reader. `observers`: logs and metrics of steps. `tracing`: spans. `health`:
+  alive, stalled or dead.
+- `grammars`: compiles constraints in threads, each once.
+- `in_process`: the backend for this process. `executor_makers`: a table of executors, filled by the package's root.
 """

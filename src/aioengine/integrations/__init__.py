@@ -1,5 +1,5 @@
 """The engine behind other projects' interfaces.
 
-`in_process`: an `Exchange` whose client is an object on the same loop; `openai_client`: the official clients over it;
-`lm_eval`: a model of the evaluation harness; `ray_serve`: a deployment of Ray Serve.
+- `openai_client`: OpenAI's own clients, over `in_process`, an exchange without sockets.
+- `lm_eval`: a model of the LM evaluation harness. `ray_serve`: a deployment of Ray Serve.
 """

@@ -1,6 +1,9 @@
-"""`operations`: what a step consists of, each operation with its contract and its plain torch form, of which
-`torch/` has the larger parts; the layouts of weights (`packed_weight`). Kernels replace these forms: `triton/` on a
-GPU, an operation a file, `native/` on a CPU. `kernel_check`: they run beside plain torch in child processes, at a
-GPU's first start and in `aioengine check`; `kernel_cases`: with what, for benchmarks, too; `cache_folder`: what is
-kept.
+"""The arithmetic of a step.
+
+- `operations`: each operation with its contract and its plain torch form; `torch/` has the larger parts of these.
+- `triton/`: kernels for GPUs. `native/`: kernels for CPUs. A kernel replaces the plain form of its operation.
+- `packed_weight`: layouts of weights. `sample_rows`: the words of a token to sample. `attention_launches`: launch
+  parameters by shape. `launch_checks`: arguments that launchers refuse. `zeros`: memory that is not touched yet.
+- `kernel_check`: runs kernels beside plain torch in child processes. `kernel_cases`: the cases of that, which the
+  benchmarks share. `cache_folder`: where compiled kernels and findings are kept.
 """

@@ -1,4 +1,4 @@
-"""The outputs of a request; `metrics`: counters and times of an engine."""
+"""The outputs of a request, and in `metrics` the counters and times of an engine."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""What runs beside the loop.
+"""Child processes, threads, and the turns of the loop.
 
-`child`: a child process, held by a pidfd, with its output, its end, and that of what descends from it; `own_side`: the
-child's half of that. `own_process`: signals, standard files and garbage collection of a process that is ours.
-`worker_threads`: threads for long texts, chats and calls that may be abandoned; `threads`: stacks of their own size,
-and how many processors this process may use. `turns`: the budget of a turn of the loop. `backoff`: the pause before
-what has ended is started again. `progress`: the bar of a loading model; `plugins`: what installed packages have called
-before it.
+- `child`: a child process, held by a pidfd. `own_side`: the child's half of that: it ends with its parent.
+- `own_process`: signals, standard files and garbage collection of a process that is ours.
+- `worker_threads`: work that is too long for the loop. `threads`: stacks, and the number of processors.
+- `turns`: the budget of a turn of the loop. `backoff`: the pause before a restart.
+- `progress`: the bar of a loading model. `plugins`: functions of installed packages, called at the start.
 """

@@ -1,5 +1,5 @@
-"""`json_pointer`: references inside JSON documents, followed.
+"""JSON documents and schemas.
 
-`type_schema`: the JSON schema of a type, and what reads its values: by pydantic or by msgspec, whichever knows all of
-it. `plain_struct`: what answers are made of, for web frameworks.
+- `type_schema`: the schema of a type, and what reads its values. `json_pointer`: references inside a document.
+- `plain_struct`: structs that web frameworks can return.
 """

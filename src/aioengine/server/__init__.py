@@ -1,4 +1,13 @@
-"""The OpenAI-compatible API, to mount or to serve, see docs/internals."""
+"""The OpenAI-compatible API, to mount or to serve; docs/internals/http.md explains how.
+
+- `api`: routes, keys, limits. `exchange`: what a handler sees of HTTP; `asgi` and `aiohttp_adapter` implement it.
+- `schema`, `decoding`: bodies of requests. `generation`, `answers`: from a body to an answer or events.
+  `responses`, `stored_responses`, `anthropic_messages`: two more forms of a chat.
+- `record`, `metrics`, `access_log`: what is kept of a request. `security`, `errors`, `config`, `pages`: keys, error
+  bodies, settings, and pages such as /docs.
+- `http_server`, `http_listener`, `http_protocol`: sockets, TLS, limits below HTTP. `group/`: several servers of a
+  port.
+"""
 
 from __future__ import annotations
 

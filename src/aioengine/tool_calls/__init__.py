@@ -1,5 +1,7 @@
-"""Text to calls, content and reasoning, piece by piece, and calls to grammars; no engine in it.
+"""Reads tool calls and reasoning out of text, piece by piece, and writes grammars of them. No engine in it.
 
-`calls`: tools and answers. `reading`, `json_scanner`: what parsers are made of; `grammars`, `values`: likewise. A file
-a kind of format (`marked_json`, `harmony`, …), and all in `formats`; `reasoning` before the rest.
+- `calls`: tools, calls and answers. `formats`: all formats, and how a template shows its format.
+- `reading`, `json_scanner`: what readers are made of. `grammars`, `values`: what writers are made of.
+- `reasoning`: the part before an answer. `marked_json`, `named_json`, `tagged`, `pythonic`, `gemma4`, `harmony`: a
+  kind of format each.
 """

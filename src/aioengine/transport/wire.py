@@ -22,7 +22,7 @@ import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
 
-from aioengine import errors
+import aioengine.errors as errors
 from aioengine.core.control import AnyControl
 from aioengine.core.executor_protocol import ExecutorInfo
 from aioengine.core.health import Beat
